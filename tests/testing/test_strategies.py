@@ -61,6 +61,7 @@ def chunk_ranks(layout: Layout) -> tuple[int, ...]:
 KINDS: dict[str, Callable[[Layout], bool]] = {
     "ragged": lambda x: any(p.sizes and len(set(p.sizes)) > 1 for p in shards(x)),
     "grouped": lambda x: any(p.groups for p in shards(x)) and any(len(x.pieces_of(r)) > 1 for r in x.ranks),
+    "groups with copies": lambda x: any(p.each and p.groups and len(p.groups) > 1 for p in shards(x)),
     "block-cyclic": lambda x: any(p.block for p in shards(x)) and any(len(x.pieces_of(r)) > 1 for r in x.ranks),
     "dims from the end": lambda x: any(p.dim < 0 for p in shards(x)),
     "two axes on one dim": lambda x: len(shards(x)) == 2 and shards(x)[0].dim == shards(x)[1].dim,

@@ -117,14 +117,29 @@ def _placement(rng: Random, count: int, shape: tuple[int, ...], op: str, pending
     if not shape or drawn < 0.35:
         return "R"
     dim = rng.randrange(len(shape))
-    rule = rng.choice(("", "", "", "sizes", "groups", "block"))
-    if rule == "sizes":
+    rule = rng.choice(("", "", "", "sizes", "groups", "block", "unit", "each"))
+    if rule == "unit":
+        rule = f" unit({rng.randint(2, 3)})"
+    elif rule == "each":
+        rule = _copies(rng, shape[dim], [n for n in range(1, count + 1) if count % n == 0])
+    elif rule == "sizes":
         rule = f" sizes({_listed(_cuts(rng, shape[dim], count))})"
     elif rule == "groups":
         rule = f" groups({_listed(_cuts(rng, shape[dim], rng.randint(1, 3)))})"
     elif rule == "block":
         rule = f" block({rng.randint(1, 2)})"
     return f"S({dim}){rule}"
+
+
+def _copies(rng: Random, length: int, divisors: list[int]) -> str:
+    """Groups whose parts are on one rank or several, of units sometimes; or one group of which they are on several."""
+    unit = rng.choice((1, 1, 2))
+    units = f" unit({unit})" if unit > 1 else ""
+    if rng.random() < 0.4:
+        return f" each {divisors[-1]}{units}"
+    groups = [n * unit for n in _cuts(rng, length // unit, rng.randint(1, 3))]
+    groups[-1] += length % unit
+    return f" groups({','.join(f'{n} each {rng.choice(divisors)}' for n in groups)}){units}"
 
 
 def _cuts(rng: Random, length: int, count: int) -> list[int]:

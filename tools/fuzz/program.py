@@ -227,6 +227,9 @@ def _simpler_rounds(program: Program) -> Iterator[Program]:
             yield replace(program, rounds=(*program.rounds[:number], simpler, *program.rounds[number + 1 :]))
 
 
+_RULES = r" (sizes|groups|unit|block)\([^)]*\)| each \d"  # by which a dim is cut
+
+
 def _simpler_inputs(item: Input) -> Iterator[Input]:
     if item.requires_grad:
         yield replace(item, requires_grad=False)
@@ -234,7 +237,7 @@ def _simpler_inputs(item: Input) -> Iterator[Input]:
         yield replace(item, fill="integers")
     if item.spec.startswith("on "):
         mesh, _, placements = item.spec.partition(": ")
-        axes = re.sub(r"(sizes|groups)\([^)]*\)|block\(\d\)", "", placements).replace(" ,", ",").strip()
+        axes = re.sub(_RULES, "", placements).strip()
         if axes != placements:
             yield replace(item, spec=f"{mesh}: {axes}")
         parts = re.split(r", (?=[RSP])", placements)
@@ -258,7 +261,7 @@ def _shorter(program: Program) -> Iterator[Program]:
 def _shortened(item: Input, length: int, to: int) -> Input:
     if length not in item.shape:
         return item
-    spec = re.sub(r" (sizes|groups)\([^)]*\)", "", item.spec)
+    spec = re.sub(_RULES, "", item.spec)
     if spec.startswith("as pieces"):
         return item
     return replace(item, shape=tuple(to if n == length else n for n in item.shape), spec=spec)

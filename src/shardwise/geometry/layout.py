@@ -29,10 +29,12 @@ import hashlib
 import math
 import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -145,6 +147,21 @@ def _cut_dim(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[
     owners = shards[0].owners if len(axes) == 1 else None
     if owners is not None and owners.count <= mesh.shape[axes[0]]:  # else the general way says what is wrong
         return _cut_by_owners(owners, mesh.shape[axes[0]])
+    rows = []
+    for coords, part in _split_dim(length, axes, mesh, placements):
+        position = 0
+        for start, stop in part:
+            rows.append((start, stop - start, position, *coords))
+            position += stop - start
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), 3 + len(axes))
+    table = table[np.lexsort((table[:, 1], table[:, 0]))]
+    return DimCuts(*(freeze_array(table[:, i]) for i in range(3))), table[:, 3:]
+
+
+def _split_dim(
+    length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]
+) -> list[tuple[tuple[int, ...], DimIntervals]]:
+    """The part of a dim at each of the coordinates along the axes that split it, the outermost first."""
     parts: list[tuple[tuple[int, ...], DimIntervals]] = [((), ((0, length),))]
     for axis in axes:
         placement = placements[axis]
@@ -155,15 +172,7 @@ def _cut_dim(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[
             for coords, part in parts
             for i, sub in enumerate(split_part(part, placement, count, name))
         ]
-    rows = []
-    for coords, part in parts:
-        position = 0
-        for start, stop in part:
-            rows.append((start, stop - start, position, *coords))
-            position += stop - start
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), 3 + len(axes))
-    table = table[np.lexsort((table[:, 1], table[:, 0]))]
-    return DimCuts(*(freeze_array(table[:, i]) for i in range(3))), table[:, 3:]
+    return parts
 
 
 def _cut_evenly(length: int, cuts: Sequence[tuple[int, int]]) -> tuple[DimCuts, IntArray]:
@@ -280,6 +289,70 @@ def table_from_cells(cells: Cells, devices: tuple[str | None, ...] | None = None
         local_offsets=_columns([cut.local_starts[i] for cut, i in picked], cells.owners.size, ndim),
         devices=devices,
     )
+
+
+def mesh_table(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement], order: Sequence[int]) -> PieceTable:
+    """The rows of a mesh layout that has copies: another number of ranks for one box than for another.
+
+    In order of cells, then addends. Copies are replicas of a cell, or its addends where they are said to be.
+    """
+    parts, place, numbers = [], {}, 1
+    for dim, length in enumerate(shape):
+        axes = [a for a in order if isinstance(p := placements[a], Shard) and p.dim == dim]
+        parts.append(_cut_with_copies(length, axes, mesh, placements))
+        place.update({axis: (dim, 4 + i) for i, axis in enumerate(axes)})
+        numbers *= 1 + int(parts[dim].rows[:, 3].max(initial=0))
+    spread = [a for kind in (Partial, Replicate) for a, p in enumerate(placements) if isinstance(p, kind)]
+    counts = [len(part.rows) for part in parts] + [mesh.shape[a] for a in spread]
+    index = np.unravel_index(np.arange(math.prod(counts)), tuple(counts)) if counts else (np.zeros(1, np.int64),)
+    taken = [part.rows[index[d]] for d, part in enumerate(parts)]
+    cells, copies, addends = (np.zeros(math.prod(counts), np.int64) for _ in range(3))
+    for d, part in enumerate(parts):
+        cells = cells * part.cell_count + part.cells[index[d]]
+        copies = copies * (1 + int(part.rows[:, 3].max(initial=0))) + taken[d][:, 3]
+    for number, axis in enumerate(spread, start=len(parts)):
+        if isinstance(placements[axis], Partial):
+            addends = addends * mesh.shape[axis] + index[number]
+    where = [
+        taken[place[a][0]][:, place[a][1]] if a in place else index[len(parts) + spread.index(a)]
+        for a in range(mesh.ndim)
+    ]
+    if any(isinstance(p, Shard) and p.addends for p in placements):
+        addends = addends * numbers + copies
+    rows = np.lexsort((addends, cells))
+    columns = [_columns([rows_of_dim[:, i] for rows_of_dim in taken], len(cells), len(shape)) for i in range(3)]
+    ranks, zeros = np.asarray(mesh.ranks[tuple(where)]), np.zeros(len(cells), np.int64)
+    return PieceTable(columns[0], columns[1], ranks, cells, addends, zeros, columns[2]).take(rows)
+
+
+class _DimParts(NamedTuple):
+    """The intervals of a dim, each once for every holder: start, length, place in the local tensor, number of the copy,
+    coordinates; and which of `cell_count` cells of the dim it is."""
+
+    rows: IntArray
+    cells: IntArray
+    cell_count: int
+
+
+def _cut_with_copies(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> _DimParts:
+    """The cells of one dim and their holders; where intervals of ranks overlap in part, they are cut so that they do
+    not."""
+    parts = _split_dim(length, axes, mesh, placements)
+    edges = sorted({edge for _, part in parts for interval in part for edge in interval})
+    found = []
+    for coords, part in parts:
+        position = 0
+        for start, stop in part:
+            inside = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
+            for low, high in pairwise((start, *inside, stop)):
+                found.append((low, high - low, position + low - start, 0, *coords))
+            position += stop - start
+    rows = np.array(found, dtype=np.int64).reshape(len(found), 4 + len(axes))
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    new = (rows[1:, :2] != rows[:-1, :2]).any(axis=1) | (rows[1:, 1] == 0)  # ranks with nothing have no copies of it
+    cells = np.concatenate([np.zeros(min(1, len(rows)), np.int64), np.cumsum(new)])
+    rows[:, 3] = np.arange(len(rows)) - np.searchsorted(cells, cells, side="left")
+    return _DimParts(rows, cells, int(cells[-1]) + 1)
 
 
 def _columns(columns: Sequence[IntArray], rows: int, ndim: int) -> IntArray:
@@ -424,6 +497,11 @@ class ShardingSpec(ABC):
     def shards_itself(self) -> bool:
         """Whether tensors are laid out by a `shard` method of the spec's own, as torch's old API allows."""
         return False
+
+    def of_addends(self) -> ShardingSpec | None:
+        """The same with copies as addends; None without copies. What ranks do with copies they do each by itself, so
+        that a gradient is the sum of theirs; not so with replicas."""
+        return None
 
     @property
     def dropped_dim(self) -> int | None:
@@ -688,6 +766,21 @@ class Layout:
             digest.update(np.ascontiguousarray(column[order]).tobytes())
         digest.update(np.ascontiguousarray(ranks).tobytes())
         return digest.digest()
+
+    def is_used_as(self, other: Layout) -> bool:
+        """Whether it is equal to another layout, and so is that of its gradients: copies have addends, replicas do not.
+
+        >>> from shardwise.geometry import parse_spec
+        >>> copies, replicas = (parse_spec(f"on tp=2: {text}").layout((4,)) for text in ("S(0) each 2", "R"))
+        >>> copies == replicas, copies.is_used_as(replicas), copies.is_used_as(copies)
+        (True, False, True)
+        """
+        if self is other:
+            return True
+        ours, theirs = (layout.spec.of_addends() for layout in (self, other))
+        if ours is None or theirs is None:
+            return ours is theirs and self == other
+        return ours.layout(self.shape) == theirs.layout(other.shape)
 
     @cached_property
     def _hash(self) -> int:

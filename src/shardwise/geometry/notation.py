@@ -8,8 +8,8 @@ The grammar, with blanks allowed between any two tokens (docs/notation.md explai
               | "as" "chunk" "(" dim ")" "over" ranks
               | "as" "grid" "(" {cut ","} ")" "over" ranks ["each" n]
               | "as" "pieces" ("none" | ranks box {"," ranks box})
-    placement = "R" | "P" ["(" op ")"] | "S" "(" dim ")" [cut rule] ["zigzag"] ["unit" "(" n ")"]
-    cut rule  = "sizes" list | "groups" list | "block" "(" n ")" | "owners" list
+    placement = "R" | "P" ["(" op ")"] | "S" "(" dim ")" [cut rule] ["zigzag"] ["unit" "(" n ")"] ["addends"]
+    cut rule  = "sizes" list | "groups" "(" {length ["each" n] ","} ")" | "each" n | "block" "(" n ")" | "owners" list
     list      = "(" {length ","} ")"
     cut       = "/" n | length {"+" length}                          n chunks, or these lengths
     box       = "[" {start ":" stop ","} "]"
@@ -548,13 +548,24 @@ def _read_placement(scanner: Scanner, place: str) -> Placement:
             rule["block"] = _read_number(scanner, "block", "the length of a block")
         elif scanner.take("owners"):
             rule["owners"] = RowOwners(_read_lengths(scanner, "owners"))
-        else:
-            rule = {word: _read_lengths(scanner, word) for word in ("sizes", "groups") if scanner.take(word)}
+        elif scanner.take("groups"):
+            scanner.expect("(", "after groups, as in groups(4,2,2)")
+            groups = scanner.items(lambda: (scanner.integer("a length"), _read_each(scanner)), ")", "in groups")
+            rule["groups"], rule["each"] = tuple(n for n, _ in groups), tuple(each for _, each in groups) or None
+        elif scanner.take("sizes"):
+            rule["sizes"] = _read_lengths(scanner, "sizes")
+        elif scanner.peek("each"):
+            rule["each"] = (_read_each(scanner),)
         if scanner.take("zigzag"):
             rule["zigzag"] = True
         if scanner.take("unit"):
             rule["unit"] = _read_number(scanner, "unit", "the length of a unit")
-        return Shard(dim, **rule)
+        return Shard(dim, **rule, addends=scanner.take("addends"))
+
+
+def _read_each(scanner: Scanner) -> int:
+    """How many ranks have each part of a group."""
+    return scanner.integer("the number of ranks that have each part") if scanner.take("each") else 1
 
 
 def _read_number(scanner: Scanner, word: str, what: str) -> int:
@@ -774,7 +785,9 @@ def _substitute_lengths(text: str, lengths: Mapping[str, int]) -> str:
     """The text with names of lengths replaced by the lengths."""
 
     def number(word: str) -> str:
-        word = word.strip()
+        word, _, copies = word.strip().partition(" ")
+        if copies:
+            return f"{number(word)} {copies}"
         if not word.isidentifier():
             return word
         if word not in lengths:

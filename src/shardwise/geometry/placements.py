@@ -8,6 +8,10 @@ order in the owner's local tensor. Splitting a part among n ranks:
    unit, chunk counts units of rows in place of rows, and other rules are checked: no cut falls inside a unit. In
    zigzag, chunk makes 2 n parts, of which rank i gets the i-th from the front and the i-th from the end;
 3. a rank's new part is the concatenation of what it got from each group, without empty intervals unless all are empty.
+
+A group may be cut for fewer parts than there are ranks, each part then for several ranks that follow each other: copies
+(heads of keys and values, of which a model has fewer than ranks). The gradients of copies are addends: each rank uses
+its copy by itself. So the dual of a split with copies is the same split with a sum of the copies pending.
 """
 
 from __future__ import annotations
@@ -69,13 +73,22 @@ def split_part(part: DimIntervals, shard: Shard, count: int, axis: str) -> list[
     [((0, 8),), ((8, 10),)]
     >>> split_part(((0, 8),), Shard(0, zigzag=True), 2, "tp")
     [((0, 2), (6, 8)), ((2, 6),)]
+    >>> split_part(((0, 6),), Shard(0, groups=(4, 2), each=(1, 2)), 2, "tp")
+    [((0, 2), (4, 6)), ((2, 6),)]
     """
     if shard.owners is not None:
         return [_merge_intervals(p, part) for p in _deal_to_owners(part, shard, shard.owners, count, axis)]
     parts: list[list[Interval]] = [[] for _ in range(count)]
-    for group in _cut_at_groups(part, shard):
-        for index, start, stop in _deal_rows(group, shard, count, axis):
-            parts[index].extend(_take_interval_rows(group, start, stop))
+    for number, group in _cut_at_groups(part, shard):
+        copies = 1 if shard.each is None else shard.each[number]
+        if count % copies:
+            raise LayoutError(
+                f"{shard.format()} puts each part of group {number} on {count_of(copies, 'rank')}, and axis {axis!r} "
+                f"has {count}; write each with a divisor of {count}"
+            )
+        for index, start, stop in _deal_rows(group, shard, count // copies, axis):
+            for rank in range(index * copies, (index + 1) * copies):
+                parts[rank].extend(_take_interval_rows(group, start, stop))
     return [_merge_intervals(p, part) for p in parts]
 
 
@@ -83,12 +96,13 @@ def _intervals_length(part: Sequence[Interval]) -> int:
     return sum(stop - start for start, stop in part)
 
 
-def _cut_at_groups(part: DimIntervals, shard: Shard) -> list[DimIntervals]:
+def _cut_at_groups(part: DimIntervals, shard: Shard) -> list[tuple[int, DimIntervals]]:
+    """The groups that a part has rows of, with their numbers."""
     if shard.groups is None:
-        return [part]
+        return [(0, part)]
     edges = bounds(shard.groups)
     cut = [tuple((max(a, s), min(b, e)) for s, e in part if max(a, s) < min(b, e)) for a, b in pairwise(edges)]
-    return [c for c in cut if c]
+    return [(number, c) for number, c in enumerate(cut) if c]
 
 
 def _deal_to_owners(part: DimIntervals, shard: Shard, owners: RowOwners, count: int, axis: str) -> list[list[Interval]]:
@@ -309,8 +323,13 @@ class Shard(_Questions):
     With `zigzag=True` the dim, or each group of it, is cut in 2 n parts for n ranks, and rank i gets parts i and
     2 n - 1 - i: of a sequence every rank then has as much to do for causal attention.
 
+    With `each` every part of a group is on as many ranks as it says for that group, one after the other: 2 heads of
+    keys on 4 ranks are `each=(2,)`. `addends=True` is how their gradients are: the value is the sum of the copies.
+
     >>> Shard(0), Shard(-1, sizes=(3, 0, 5, 1)), Shard(0, groups=(8, 4, 4)), Shard(0, block=2)
     (Shard(0), Shard(-1, sizes=(3, 0, 5, 1)), Shard(0, groups=(8, 4, 4)), Shard(0, block=2))
+    >>> Shard(0, groups=(32, 8, 8), each=(1, 2, 2), unit=4).format()
+    'S(0) groups(32,8 each 2,8 each 2) unit(4)'
     >>> Shard(0, unit=64).lengths(14 * 64, 4)
     (256, 256, 256, 128)
     """
@@ -322,13 +341,15 @@ class Shard(_Questions):
     owners: RowOwners | None = None
     unit: int | None = None
     zigzag: bool = False
+    each: tuple[int, ...] | None = None
+    addends: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int):
             raise LayoutError(
                 f"Shard takes the number of a tensor's dim, as in Shard(0); got {type(self.dim).__name__}: {self.dim!r}"
             )
-        if self.is_plain:
+        if self.is_plain and not self.addends:
             return
         given = [n for n in CUT_RULES if getattr(self, n) is not None]
         if len(given) > 1:
@@ -344,8 +365,26 @@ class Shard(_Questions):
             raise LayoutError(f"Shard({self.dim}, block={self.block}): a block has at least one row")
         if self.zigzag and given not in ([], ["groups"]):
             raise LayoutError(f"Shard({self.dim}, {given[0]}=..., zigzag=True): zigzag goes with groups only, or alone")
+        if self.each is not None or self.addends:
+            self._check_copies(given)
         if self.unit is not None:
             self._check_unit(to_int_tuple((self.unit,), f"Shard({self.dim}, unit=...)")[0])
+
+    def _check_copies(self, given: list[str]) -> None:
+        """Raise unless every group has a number of copies; one copy of each says nothing."""
+        each = to_int_tuple(self.each or (1,), f"Shard({self.dim}, each=...)")
+        groups = 1 if self.groups is None else len(self.groups)
+        object.__setattr__(self, "each", each if max(each) > 1 else None)
+        if self.each is not None and (given not in ([], ["groups"]) or self.zigzag):
+            other = "zigzag" if self.zigzag else given[0]
+            raise LayoutError(f"Shard({self.dim}, {other}=..., each={each}): each goes with groups and unit only")
+        if (self.each is not None and len(each) != groups) or min(each) < 1:
+            raise LayoutError(
+                f"Shard({self.dim}, each={each}): pass {count_of(groups, 'number')} of ranks, one for each group, all "
+                "1 or more"
+            )
+        if max(each) == 1 and self.addends:
+            raise LayoutError(f"Shard({self.dim}, addends=True): only copies are addends; pass each=(2,), or Partial()")
 
     def _check_unit(self, unit: int) -> None:
         """Raise unless the lengths of the rule are whole units, but for the last; units of one row say nothing."""
@@ -376,7 +415,8 @@ class Shard(_Questions):
     @property
     def is_in_runs(self) -> bool:
         """Whether each rank gets one run of the rows, in the order of the axis."""
-        return self.groups is None and self.block is None and self.owners is None and not self.zigzag
+        other = (self.groups, self.block, self.owners, self.each)
+        return all(rule is None for rule in other) and not self.zigzag
 
     def along(self, dim: int) -> Shard:
         """The same split of another dim.
@@ -385,6 +425,22 @@ class Shard(_Questions):
         Shard(1, sizes=(3, 1))
         """
         return self if dim == self.dim else replace(self, dim=dim)
+
+    def without_copies(self) -> Shard:
+        """The same groups, cut for all ranks: what ranks with copies share among themselves.
+
+        >>> Shard(0, groups=(32, 8), each=(1, 2), unit=4).without_copies(), Shard(1, each=(2,)).without_copies()
+        (Shard(0, groups=(32, 8)), Shard(1))
+        """
+        return self if self.each is None else replace(self, each=None, unit=None, addends=False)
+
+    def is_on_all(self, count: int) -> bool:
+        """Whether each of `count` ranks has a copy of everything.
+
+        >>> Shard(0, each=(4,)).is_on_all(4), Shard(0, groups=(2, 2), each=(4, 2)).is_on_all(4)
+        (True, False)
+        """
+        return self.each is not None and set(self.each) == {count}
 
     def lengths(self, length: int, count: int, start: int = 0) -> tuple[int, ...]:
         """How many of `length` rows from row `start` of the dim each of `count` ranks gets, where `is_in_runs`.
@@ -399,8 +455,12 @@ class Shard(_Questions):
 
     @property
     def dual(self) -> Placement:
-        """The placement of a gradient: the same."""
-        return self
+        """The placement of a gradient: the same, but for copies, of which each has an addend.
+
+        >>> Shard(0).dual, Shard(0, each=(2,)).dual
+        (Shard(0), Shard(0, each=(2,), addends=True))
+        """
+        return self if self.each is None else replace(self, addends=not self.addends)
 
     def format(self) -> str:
         """Write it in the notation.
@@ -408,23 +468,30 @@ class Shard(_Questions):
         >>> Shard(0, groups=(8, 4, 4)).format(), Partial("max").format(), Replicate().format()
         ('S(0) groups(8,4,4)', 'P(max)', 'R')
         """
-        numbers: dict[str, Sequence[int]] = {n: v for n in ("sizes", "groups") if (v := getattr(self, n)) is not None}
+        numbers: dict[str, Sequence[Any]] = {n: v for n in ("sizes", "groups") if (v := getattr(self, n)) is not None}
         numbers |= {} if self.block is None else {"block": (self.block,)}
         numbers |= {} if self.owners is None else {"owners": self.owners.ranks.tolist()}
-        text = f"S({self.dim})" + "".join(f" {name}({','.join(map(str, each))})" for name, each in numbers.items())
-        return text + " zigzag" * self.zigzag + ("" if self.unit is None else f" unit({self.unit})")
+        text, copies = f"S({self.dim})", [f" each {n}" if n > 1 else "" for n in self.each or ()]
+        if copies and self.groups is not None:
+            numbers["groups"] = [f"{n}{c}" for n, c in zip(self.groups, copies, strict=True)]
+        elif copies:
+            text += copies[0]
+        text += "".join(f" {name}({','.join(map(str, listed))})" for name, listed in numbers.items())
+        text += " zigzag" * self.zigzag + ("" if self.unit is None else f" unit({self.unit})")
+        return text + " addends" * self.addends
 
     def to_json(self) -> dict[str, Any]:
         """Itself as plain data, which `placement_from_json` reads."""
-        rule = {n: list(v) for n in ("sizes", "groups") if (v := getattr(self, n)) is not None}
+        rule = {n: list(v) for n in ("sizes", "groups", "each") if (v := getattr(self, n)) is not None}
         rule |= {} if self.owners is None else {"owners": self.owners.ranks.tolist()}
         numbers = {n: v for n in ("block", "unit") if (v := getattr(self, n)) is not None}
-        return {"kind": "shard", "dim": self.dim, **rule, **numbers, **({"zigzag": True} if self.zigzag else {})}
+        flags = {n: True for n in ("zigzag", "addends") if getattr(self, n)}
+        return {"kind": "shard", "dim": self.dim, **rule, **numbers, **flags}
 
     def __repr__(self) -> str:
-        named = (*CUT_RULES, "unit")
+        named = (*CUT_RULES, "unit", "each")
         rule = "".join(f", {n}={getattr(self, n)}" for n in named if getattr(self, n) is not None)
-        return f"Shard({self.dim}{rule}{', zigzag=True' * self.zigzag})"
+        return f"Shard({self.dim}{rule}{', zigzag=True' * self.zigzag}{', addends=True' * self.addends})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,6 +581,7 @@ def pending_reduction(placements: Sequence[Placement], axis_sizes: Sequence[int]
     Reduction(op='sum', divisor=4)
     """
     pending = [(p.op, n) for p, n in zip(placements, axis_sizes, strict=True) if isinstance(p, Partial) and n > 1]
+    pending += [("sum", n) for p, n in zip(placements, axis_sizes, strict=True) if isinstance(p, Shard) and p.addends]
     ops = {"sum" if op == "avg" else op for op, _ in pending}
     if not ops:
         return None

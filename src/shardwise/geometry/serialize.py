@@ -68,8 +68,9 @@ def placement_from_json(data: dict[str, Any]) -> Placement:
         return Partial(data["op"])
     if kind == "shard":
         owners = None if data.get("owners") is None else RowOwners(data["owners"])
-        rule = {name: data.get(name) for name in ("sizes", "groups", "block", "unit")}
-        return Shard(data["dim"], owners=owners, zigzag=bool(data.get("zigzag")), **rule)
+        rule: dict[str, Any] = {name: data.get(name) for name in ("sizes", "groups", "block", "unit", "each")}
+        rule |= {name: bool(data.get(name)) for name in ("zigzag", "addends")}
+        return Shard(data["dim"], owners=owners, **rule)
     raise LayoutError(f"unknown kind of placement {kind!r}; known: replicate, partial, shard")
 
 

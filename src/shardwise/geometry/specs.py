@@ -23,6 +23,7 @@ from shardwise.geometry.layout import (
     check_piece_table,
     grid_cells,
     mesh_cells,
+    mesh_table,
     table_from_boxes,
 )
 from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, freeze_array, number_ranks, to_mesh
@@ -190,6 +191,8 @@ class MeshSpec(_ProductSpec):
         if self.splits_in_mesh_order:
             object.__setattr__(self, "order", self.mesh.axes)
         pending_reduction(self.placements, self.mesh.shape)
+        if len({p.addends for p in self.placements if isinstance(p, Shard) and p.each is not None}) > 1:
+            raise LayoutError(f"{self.placements}: the copies of all axes are addends, or those of none")
 
     def _list_placements(self, placements: Any) -> tuple[Any, ...]:
         """The placements, one for each axis; one by itself is that of the only axis."""
@@ -236,6 +239,16 @@ class MeshSpec(_ProductSpec):
         even = all(not isinstance(p, Shard) or (p.is_even and p.dim >= 0) for p in self.placements)
         return even and type(self) is MeshSpec
 
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether an axis splits a dim so that parts are on several of its ranks."""
+        return any(isinstance(p, Shard) and p.each is not None for p in self.placements)
+
+    def of_addends(self) -> MeshSpec | None:
+        if not self.has_copies or any(isinstance(p, Shard) and p.addends for p in self.placements):
+            return None
+        return MeshSpec(self.mesh, [p.dual if isinstance(p, Shard) else p for p in self.placements], self.order)
+
     def is_arithmetic(self, shape: tuple[int, ...]) -> bool:
         ndim = len(shape)
         fits = all(not isinstance(p, Shard) or p.dim < ndim for p in self.placements)
@@ -257,7 +270,8 @@ class MeshSpec(_ProductSpec):
 
     def resolve(self, shape: tuple[int, ...]) -> Cells | PieceTable:
         resolved = self.resolved(shape)
-        return mesh_cells(shape, self.mesh, resolved.placements, [self.mesh.axis_index(a) for a in self.order])
+        make = mesh_table if self.has_copies else mesh_cells
+        return make(shape, self.mesh, resolved.placements, [self.mesh.axis_index(a) for a in self.order])
 
     def resolved(self, shape: Sequence[int]) -> MeshSpec:
         """The same spec with dims counted from the front, checked against a shape."""

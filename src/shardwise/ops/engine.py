@@ -86,6 +86,7 @@ from shardwise.ops.rule import (
     is_pointwise,
     key_without_numbers,
     name_of,
+    rule_takes_copies,
     split_call,
     written_slots,
 )
@@ -93,7 +94,7 @@ from shardwise.ops.unshard import copy_mark, free_after_forward, is_summed, keep
 from shardwise.ops.views import LocalView, allow_writes, mesh_spec, note_strides, redistribute_to
 from shardwise.tensor.autograd_mixin import allow_writes_to_copies
 from shardwise.tensor.dispatch import UnsupportedOpError, enter_operator, sharded_leaves
-from shardwise.tensor.move import format_layout_text, is_differentiated
+from shardwise.tensor.move import format_layout_text, has_copies, is_differentiated, move_to
 from shardwise.tensor.recorder import user_line
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.tensor.writes import check_writable, count_write, gives_views, mark_moved_views, note_copies
@@ -158,6 +159,8 @@ def _is_mask(tensor: Any) -> bool:
 def propagate(call: OperatorCall) -> Callable[[], Any]:
     """How a call is computed. It is decided by layouts and metadata, the same on every rank."""
     op, rule, tensors = call.op, find_rule(call.op), call.tensors
+    if rule is not None and any(map(_has_copies, tensors)) and not rule_takes_copies(rule):
+        return partial(_run_without_copies, call)
     if isinstance(rule, Steps):
         return partial(_run_own_steps, call, rule)
     unknown = rule is None and not is_pointwise(op)
@@ -174,6 +177,36 @@ def propagate(call: OperatorCall) -> Callable[[], Any]:
     for index in written:
         check_writable(held.tensors[index])  # type: ignore[arg-type]  # all are sharded now
     return partial(_run_irregular if irregular else _run_strategies, held)
+
+
+def _has_copies(tensor: Tensor) -> bool:
+    return isinstance(tensor, ShardedTensor) and has_copies(tensor.sharding)
+
+
+def _run_without_copies(call: OperatorCall) -> Any:
+    """Compute a call of a rule that knows of no copies: ranks that have copies share them; most often nothing moves."""
+    note_special()
+    if any(_has_copies(call.tensors[i]) for i in call.written):
+        steps = find_writing_fallback(call.op)
+        if steps is None:
+            listed = ", ".join(format_layout_text(t.sharding) for t in call.tensors if isinstance(t, ShardedTensor))
+            raise UnsupportedOpError(
+                f"{call.op} of {listed} writes to a tensor with copies, and has no rule for them; use the operator "
+                "that returns a new tensor, or redistribute to a layout without 'each'"
+            )
+        return _run_steps(steps, call)
+    name = name_of(call.op)
+    moved = call.with_tensors([_drop_copies(t, name) if _has_copies(t) else t for t in call.tensors])
+    args, kwargs = moved.arguments
+    return mark_views_of_moved(call, moved, _call(call.op, *args, **kwargs))
+
+
+def _drop_copies(tensor: Any, name: str) -> ShardedTensor:
+    spec = tensor.sharding.spec
+    placements = [p.without_copies() if isinstance(p, Shard) else p for p in spec.placements]
+    layout = mesh_spec(spec.mesh, tuple(placements), spec.order).layout(tuple(tensor.shape))
+    locals_, anchor = move_to(tensor, layout, name)
+    return wrap(layout, locals_, tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=anchor)
 
 
 def _finish(call: OperatorCall, given: Sequence[ShardedTensor], result: Any) -> Any:
@@ -273,7 +306,8 @@ def _run_strategies(call: OperatorCall) -> Any:
     except WrittenMoveError as error:
         decision = _without_writing(call.op, error)
     if isinstance(decision, Steps):
-        result = _run_steps(decision, call)
+        gathers = not decision.takes_copies and any(map(_has_copies, tensors))
+        result = _run_without_copies(call) if gathers else _run_steps(decision, call)
     else:
         result = _run_decision(call, tensors, tensors[0].comm, decision)
     if known is None and not any(t.sharding.depends_on_data for t in tensors):
@@ -350,7 +384,7 @@ def _align_all(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout], name:
 def _align_input(tensor: ShardedTensor, wanted: Layout, name: str, beside_pinned: bool) -> ShardedTensor:
     if tensor.sharding is wanted:
         return tensor
-    if tensor.sharding == wanted:
+    if tensor.sharding.is_used_as(wanted):
         return wrap(wanted, tensor.local_parts, tensor.comm, dtype=tensor.dtype, anchor=tensor._anchor)
     return move_input(tensor, wanted, name, beside_pinned=beside_pinned)
 

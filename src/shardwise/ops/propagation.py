@@ -171,7 +171,10 @@ class Operand:
             return math.inf
         if self.summed and isinstance(now, Partial) and not isinstance(then, Partial):
             now = Replicate()
-        return change_cost(now, then, nbytes, self.spec.mesh.shape[axis])
+        ranks = self.spec.mesh.shape[axis]
+        if isinstance(now, Shard) and now.is_on_all(ranks) and not same_kind(now, then):
+            now = Replicate()
+        return change_cost(now, then, nbytes, ranks)
 
 
 ResultSize: TypeAlias = tuple[tuple[int, ...], int]
@@ -233,9 +236,16 @@ def _find_free_strategy(strategies: Sequence[Strategy], operands: Sequence[Opera
             o.price_change(axis, then, 0) if then is not None and _is_possible(o, p, then) else 1
             for o, p, then in zip(operands, now, strategy.inputs, strict=True)
         )
+        if not _keeps_copies(strategy) and any(isinstance(p, Shard) and p.each is not None for p in now):
+            continue
         if _is_for(strategy, axis) and strategy.cost is None and not any(costs):
             return strategy
     return None
+
+
+def _keeps_copies(strategy: Strategy) -> bool:
+    """Whether ranks that have the same parts get the same results: what they leave pending would count twice."""
+    return all(isinstance(p, Shard) for p in strategy.outputs)
 
 
 def _is_for(strategy: Strategy, axis: int) -> bool:
@@ -366,8 +376,8 @@ def cut_lengths_differ(chosen: Sequence[Strategy], operands: Sequence[Operand]) 
 def leading_cuts(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> list[tuple[Shard, int] | None]:
     """For each axis how its dim is cut and the length of that dim.
 
-    It is cut as in the largest tensor that is cut there already, one that is pinned before others; where none is, as
-    `torch.chunk` cuts.
+    It is cut as in the largest tensor that is cut there already, one that is pinned before others, and one without
+    copies before one that has them; where none is, as `torch.chunk` cuts.
     """
     found: list[tuple[Shard, int] | None] = []
     for axis, strategy in enumerate(chosen):
@@ -376,11 +386,13 @@ def leading_cuts(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> lis
             now = operand.spec.placements[axis]
             if not isinstance(then, Shard):
                 continue
-            cut_already = isinstance(now, Shard) and now.dim == then.dim
-            weight = operand.nbytes + (1 << 60 if cut_already else 0) + (1 << 62 if operand.written else 0)
-            weight += 1 << 61 if cut_already and axis in operand.pinned else 0
+            cut = now if isinstance(now, Shard) and now.dim == then.dim else None
+            kept = cut.without_copies() if cut is not None and not _keeps_copies(strategy) else cut
+            weight = operand.nbytes + (1 << 62 if operand.written else 0)
+            if cut is not None:
+                weight += (1 << 60 if cut.each is None else 1 << 59) + (1 << 61 if axis in operand.pinned else 0)
             if best is None or weight > best[0]:
-                best = (weight, now if isinstance(now, Shard) and cut_already else then, operand.shape[then.dim])
+                best = (weight, kept or then, operand.shape[then.dim])
         found.append(None if best is None else (best[1], best[2]))
     return found
 
@@ -580,7 +592,8 @@ def _wanted_layout(
     if own.spec is operand.spec and placements == operand.spec.placements and order == operand.spec.order:
         return own
     wanted = mesh_spec(operand.spec.mesh, placements, order).layout(operand.shape)
-    return own if own == wanted and isinstance(own.spec, MeshSpec) and own.spec.mesh == operand.spec.mesh else wanted
+    same = own == wanted if operand.written else own.is_used_as(wanted)
+    return own if same and isinstance(own.spec, MeshSpec) and own.spec.mesh == operand.spec.mesh else wanted
 
 
 def _check_shapes(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> None:

@@ -309,7 +309,7 @@ class Steps:
 
     It may call any operator and may communicate, in an order that depends on layouts and arguments alone, so that all
     ranks take the same steps. Gradients are those of its steps. `in_place`: they do to the local tensors of the first
-    argument what the operator itself would do to them, and nothing else.
+    argument what the operator itself would do to them, and nothing else. `takes_copies`: tensors may have copies.
 
     >>> steps = Steps(lambda x, y: (x - y).abs().amax())
     >>> steps.run(torch.tensor([1.0, -4.0]), torch.zeros(2)).item()
@@ -318,6 +318,7 @@ class Steps:
 
     run: Callable[..., Any]
     in_place: bool = False
+    takes_copies: bool = False
 
 
 R = TypeVar("R", bound=Callable[..., Any])
@@ -327,6 +328,7 @@ OperatorCode: TypeAlias = Rule | Steps
 _FORM = "a rule returns a list of pairs ([output placements], [input placements]), None for non-tensors"
 _operators: dict[Any, OperatorCode] = {}
 _ignoring_lengths: set[OperatorCode] = set()
+_taking_copies: set[OperatorCode] = set()
 _standing_for: dict[OperatorCode, tuple[Any, OperatorCode]] = {}
 
 
@@ -342,6 +344,20 @@ def ignores_lengths(rule: R) -> R:
 def rule_ignores_lengths(rule: OperatorCode) -> bool:
     """Whether a rule is marked so."""
     return rule in _ignoring_lengths
+
+
+def takes_copies(rule: R) -> R:
+    """Mark a rule whose strategies from splits to splits are right where several ranks have the same part.
+
+    The operator then computes the same on each of them. To all other rules tensors are shown without copies.
+    """
+    _taking_copies.add(rule)
+    return rule
+
+
+def rule_takes_copies(rule: OperatorCode) -> bool:
+    """Whether a rule is marked so, or steps are."""
+    return rule.takes_copies if isinstance(rule, Steps) else rule in _taking_copies
 
 
 def composite_of(inner: Any) -> Callable[[R], R]:

@@ -620,7 +620,7 @@ _last_gathered = _LastGathered()
 def _find_gathered(tensor: ShardedTensor, wanted: Layout) -> ShardedTensor | None:
     """What an earlier operator gathered of a tensor for pinned parameters, in the layout wanted; or None."""
     known: _Moved | None = tensor.__dict__.get(_GATHERED)
-    if known is None or is_dual_level() or known.layout != wanted or not known.is_in_mode(tensor):
+    if known is None or is_dual_level() or not known.layout.is_used_as(wanted) or not known.is_in_mode(tensor):
         return None
     found = known.take(tensor)
     if found is not None:
@@ -694,7 +694,7 @@ def move_input(tensor: ShardedTensor, layout: Layout, label: str, *, beside_pinn
     """
     pending = tensor.sharding.pending is not None
     if pending and (summed := find_sum(tensor, layout)) is not None:
-        return summed if summed.sharding == layout else move_input(summed, layout, label)
+        return summed if summed.sharding.is_used_as(layout) else move_input(summed, layout, label)
     if beside_pinned and (gathered := _find_gathered(tensor, layout)) is not None:
         return gathered
     traced = is_tracing()

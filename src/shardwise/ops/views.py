@@ -38,7 +38,7 @@ from shardwise._torch import aten, no_dispatch_modes, pointwise_strides
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, RowOwners, Shard
 from shardwise.geometry.layout import Cells
-from shardwise.geometry.placements import bounds, chunk_sizes
+from shardwise.geometry.placements import bounds, chunk_sizes, split_part
 from shardwise.ops.explain import check_may_communicate
 from shardwise.ops.rule import OperatorCall, is_pointwise, written_slots
 from shardwise.tensor.autograd_mixin import Strides, find_strides, make_stand_in
@@ -253,11 +253,44 @@ def _carry_over(
     """The placements of the axes that split the dims of a group."""
     if len(group.inputs) == len(group.outputs) == 1:
         return [(a, _move_to_dim(spec.placements[a], group.outputs[0])) for a in split_axes(spec, group.inputs[0])]
+    if any(_has_copies(spec.placements[a]) for d in group.inputs for a in split_axes(spec, d)):
+        return [_carry_copies(spec, before, after, group)]
     patterns = []
     for dim in group.inputs:
         inner = math.prod(before[d] for d in group.inputs if d > dim)
         patterns += [p.times(inner) for p in dim_patterns(spec, dim, before[dim])]
     return [found for pattern in patterns for found in _place_pattern(pattern, after, group.outputs, spec)]
+
+
+def _has_copies(placement: Placement) -> bool:
+    return isinstance(placement, Shard) and placement.each is not None
+
+
+def _carry_copies(
+    spec: MeshSpec, before: Sequence[int], after: Sequence[int], group: DimGroup
+) -> tuple[int, Placement]:
+    """The placement of the only axis that splits the dims of a group, in parts with copies: on the first dim of it."""
+    axes = [a for d in group.inputs for a in split_axes(spec, d)]
+    shard, count = spec.placements[axes[0]], spec.mesh.shape[axes[0]]
+    assert isinstance(shard, Shard)
+    own, new = shard.dim, next((d for d in group.outputs if after[d] > 1), group.outputs[0])
+    if len(axes) > 1 or any(before[d] > 1 for d in group.inputs if d < own):
+        raise NoViewError(f"{shard} has copies, and is not all that splits the dims")
+    within = math.prod(before[d] for d in group.inputs if d > own)
+    inner = math.prod(after[d] for d in group.outputs if d > new)
+    unit = (shard.unit or 1) * within
+    lengths = [n * within for n in shard.groups or (before[own],)]
+    if any(n % inner for n in lengths):
+        raise NoViewError(f"a group of {shard} ends inside a row of the result")
+    groups = None if shard.groups is None else tuple(n // inner for n in lengths)
+    cut = replace(shard, dim=new, groups=groups, unit=None if unit % inner else unit // inner)
+    ends = [
+        [(a * times, b * times) for part in split_part(((0, length),), one, count, "") for a, b in part]
+        for one, length, times in ((shard, before[own], within), (cut, after[new], inner))
+    ]
+    if ends[0] != ends[1]:
+        raise NoViewError("a boundary falls inside a row of the result")
+    return axes[0], cut
 
 
 def _move_to_dim(placement: Placement, dim: int) -> Placement:
@@ -274,6 +307,8 @@ def dim_patterns(spec: MeshSpec, dim: int, length: int) -> list[Pattern]:
         assert isinstance(shard, Shard)
         if levels and levels[-1].zigzag:
             raise NoViewError(f"{shard} splits what another axis has in several runs")
+        if shard.each is not None:
+            raise NoViewError(f"{shard} has copies")
         if shard.owners is not None:
             if period < length:
                 raise NoViewError(f"{shard} splits what another axis has in several runs")
@@ -392,7 +427,7 @@ def _first_that_fits(
     spec: MeshSpec, chosen: Sequence[Placement], axis: int, own: Shard, shapes: tuple[Sequence[int], Sequence[int]]
 ) -> Placement:
     before, after = shapes
-    for placement in (own, Shard(own.dim), *_cuts_of_result(spec, axis, own.dim, before, after)):
+    for placement in (own, own.without_copies(), Shard(own.dim), *_cuts_of_result(spec, axis, own.dim, before, after)):
         tried = MeshSpec(spec.mesh, [placement if a == axis else p for a, p in enumerate(chosen)], spec.order)
         if _can_view(tried, before, after):
             return placement
@@ -474,7 +509,7 @@ def replace_placements(spec: MeshSpec, axes: Iterable[int], placement: Placement
 
 def redistribute_to(tensor: ShardedTensor, layout: Layout, name: str) -> ShardedTensor:
     """The tensor in another layout; all ranks come here with the same layouts, so they need not agree first."""
-    if tensor.sharding == layout:
+    if tensor.sharding.is_used_as(layout):
         return tensor
     check_may_communicate(name, tensor.sharding, layout)
     locals_, anchor = move_to(tensor, layout, name)

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, is_grad_enabled
 
@@ -45,6 +44,7 @@ from shardwise.tensor.move import (
     format_layout_text,
     gradient_of_addends,
     gradient_of_whole,
+    has_copies,
     replicated_layout,
     tape_inputs,
     with_moved_gradient,
@@ -306,6 +306,37 @@ class LocalMemoryMixin(AttributesMixin):
         return self
 
 
+class SumOfCopies:
+    """A hook of a leaf that sums the gradients of copies: once in a backward pass, whatever the leaf was used for.
+
+    Each rank computes with its own copy, so what it computes is an addend. Those of activations are never summed.
+    """
+
+    __torch_unserializable__ = True  # a local tensor is saved without it, and torch does not warn
+
+    def __init__(self, layout: Layout, comm: Comm) -> None:
+        self.layout, self.comm = layout, comm
+
+    @staticmethod
+    def find(tensor: Tensor) -> SumOfCopies | None:
+        """That of a local tensor, if it has one."""
+        return next((h for h in (tensor._backward_hooks or {}).values() if isinstance(h, SumOfCopies)), None)
+
+    @staticmethod
+    def follow(tensor: Tensor, layout: Layout, comm: Comm) -> None:
+        """Let the gradient of a leaf be that of its layout, which may be another one than before."""
+        known = SumOfCopies.find(tensor)
+        if known is not None:
+            known.layout, known.comm = layout, comm
+        elif has_copies(layout) and layout.pending is None:
+            tensor.register_hook(SumOfCopies(layout, comm))  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        label = "gradient of copies"
+        move = Move.of(dual_layout(self.layout), self.layout, self.comm, grad.dtype, label, limit=None)
+        return move.run_gradients((grad.contiguous(),))[0]
+
+
 class AutogradMixin(AttributesMixin):
     """What ShardedTensor says about gradients. The wrapper itself is never on the tape."""
 
@@ -333,6 +364,8 @@ class AutogradMixin(AttributesMixin):
         for tensor in self._tape_tensors():
             if tensor.requires_grad != requires_grad:  # torch.func refuses even what changes nothing
                 tensor.requires_grad_(requires_grad)
+            if requires_grad and tensor.is_leaf:
+                SumOfCopies.follow(tensor, self.sharding, self.comm)
         self._forget()
         return self
 
@@ -353,7 +386,7 @@ class AutogradMixin(AttributesMixin):
 
         A pending sum or average has a replicated gradient: that of the value to which its addends reduce.
         """
-        if len(self.local_parts) == 1 and self.sharding.pending is None:
+        if len(self.local_parts) == 1 and self.sharding.pending is None and self._gradient_layout is self.sharding:
             return self._only_gradient(self.local_parts[0].grad)
         grads = tuple(t.grad for t in self._tape_tensors())
         if any(g is None for g in grads):
@@ -367,7 +400,7 @@ class AutogradMixin(AttributesMixin):
             for tensor in self._tape_tensors():
                 tensor.grad = None
             return
-        self._check_gradient(value)
+        self._check_gradient(value, self._gradient_layout)
         assert isinstance(value, AutogradMixin)
         if self._anchor is not None:
             self._anchor.grad = torch.zeros_like(self._anchor)
@@ -387,7 +420,14 @@ class AutogradMixin(AttributesMixin):
         """The gradients of the tensors on the tape put together."""
         whole = gradient_of_whole(self.sharding, grads, self.comm)
         scaled = tuple(g * self._divisor for g in whole) if self._divisor > 1 else whole
-        return self._from_tape(dual_layout(self.sharding), scaled, bool(self.local_parts))
+        return self._from_tape(self._gradient_layout, scaled, bool(self.local_parts))
+
+    @property
+    def _gradient_layout(self) -> Layout:
+        """That of the gradient as it is shown: the copies of a leaf have equal ones, since they were summed."""
+        if SumOfCopies.find(self._tape_tensors()[0]) is not None:
+            return self.sharding
+        return dual_layout(self.sharding)
 
     def _from_tape(self, layout: Layout, taped: tuple[Tensor, ...], has_parts: bool) -> Self:
         """A tensor like this one from what represents it on this rank's tape: local tensors, or an anchor."""
@@ -398,13 +438,10 @@ class AutogradMixin(AttributesMixin):
         """What the gradient of a local tensor is divided by, compared with that of the value: pending averages are."""
         return self.sharding.pending.divisor if self.sharding.pending else 1
 
-    def _check_gradient(self, value: Tensor) -> None:
-        if not isinstance(value, AutogradMixin) or value.sharding != dual_layout(self.sharding):
+    def _check_gradient(self, value: Tensor, layout: Layout) -> None:
+        if not isinstance(value, AutogradMixin) or value.sharding != layout:
             found = format_layout_text(value.sharding) if isinstance(value, AutogradMixin) else type(value).__name__
-            raise ValueError(
-                f"the gradient has the layout {format_layout_text(dual_layout(self.sharding))}, got {found}; "
-                "redistribute it"
-            )
+            raise ValueError(f"the gradient has the layout {format_layout_text(layout)}, got {found}; redistribute it")
 
     @property
     def data(self) -> Self:
@@ -472,13 +509,14 @@ class AutogradMixin(AttributesMixin):
         """Call `hook(grad)` when the gradient is computed; what it returns takes the gradient's place."""
 
         alike, has_parts = self._like(self.sharding, ()), bool(self.local_parts)  # a hook that had `self` were a cycle
+        layout = self._gradient_layout
 
         def on_local(grad: Tensor) -> Tensor | None:
             scaled = grad if alike._divisor == 1 else grad * alike._divisor
-            changed = hook(alike._from_tape(dual_layout(alike.sharding), (scaled,), has_parts))
+            changed = hook(alike._from_tape(layout, (scaled,), has_parts))
             if changed is None:
                 return None
-            alike._check_gradient(changed)
+            alike._check_gradient(changed, layout)
             own = changed._tape_tensors()[0]
             return own if alike._divisor == 1 else own / alike._divisor
 
@@ -496,9 +534,10 @@ class AutogradMixin(AttributesMixin):
         return one.register_post_accumulate_grad_hook(on_local)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _only_one_on_tape(self, name: str) -> Tensor:
-        ranks, counts = np.unique(self.sharding.table.ranks, return_counts=True)
-        if counts.max(initial=0) > 1:
-            where = f"rank {ranks[counts.argmax()]} has {counts.max()}"
+        table = self.sharding.table
+        if int(table.slots.max(initial=0)) > 0:
+            rank = int(table.ranks[table.slots.argmax()])
+            where = f"rank {rank} has {len(self.sharding.local_shapes(rank))}"
             raise NotImplementedError(f"{name} needs one local tensor on each rank, and {where}; use local_tensors()")
         return self._tape_tensors()[0]
 

@@ -182,15 +182,20 @@ def describe_tensor(dtype: torch.dtype, layout: Layout) -> str:
     return f"{dtype}{format_layout_text(layout)}"
 
 
+def has_copies(layout: Layout) -> bool:
+    """Whether parts of a tensor are on several ranks of an axis that splits it, or their addends are."""
+    return isinstance(layout.spec, MeshSpec) and layout.spec.has_copies
+
+
 @cache_by_identity
 def dual_layout(layout: Layout) -> Layout:
-    """The layout of a gradient: Shard stays Shard, Replicate stays Replicate, Partial becomes Replicate."""
-    if layout.pending is None:
+    """The layout of a gradient: that of Shard and Replicate is the same, of Partial Replicate; copies have addends."""
+    spec, op = layout.spec, None if layout.pending is None else layout.pending.op
+    if op is None and not has_copies(layout):
         return layout
-    spec = layout.spec
-    if not isinstance(spec, MeshSpec) or layout.pending.op != "sum":
+    if not isinstance(spec, MeshSpec) or op not in (None, "sum"):
         raise ValueError(
-            f"no gradient passes through a pending {layout.pending.op}; redistribute to Shard or Replicate under "
+            f"no gradient passes through a pending {op}; redistribute to Shard or Replicate under "
             "torch.no_grad(), or use a pending sum or avg"
         )
     placements = [p.dual for p in spec.placements]
@@ -672,7 +677,7 @@ def move_to(
     """
     if held._copied_from is not None:
         held._copied_from.check()
-    if held.sharding == dst:
+    if held.sharding.is_used_as(dst):
         return held.local_parts, held._anchor
     move = find_move(held, dst, label, max_buffer_bytes)
     if not is_move_recorded(held):

@@ -101,7 +101,7 @@ def assemble(layout: Layout, local: Mapping[int, Sequence[Array]]) -> Array:
         if differs.any():
             raise AssertionError(f"replicas differ: ranks {int(before[differs].min())} and {row.rank} in {row.box}")
         addends[place], holder[place] = mine, row.rank
-    assert (holder >= 0).all(), "the layout leaves elements uncovered"
+    assert ((holder >= 0) == _held_addends(layout)).all() and (holder[0] >= 0).all(), "elements are uncovered"
     return reduce_addends(addends, layout.pending)
 
 
@@ -245,15 +245,24 @@ def _addend_count(layout: Layout) -> int:
     return int(layout.table.addends.max(initial=0)) + 1
 
 
+def _held_addends(layout: Layout) -> Array:
+    """For each addend which elements have it: where copies are addends, there are as many as copies."""
+    held = np.zeros((_addend_count(layout), *layout.shape), bool)
+    for row in _rows(layout):
+        held[row.addend, ...][row.box.slices] = True
+    return held
+
+
 def _addends(layout: Layout, values: Array, random: np.random.Generator) -> Array:
     """For each addend one array of the global shape; together they reduce to the values."""
     count = _addend_count(layout)
     if layout.pending is None:
         return np.stack([values] * count)
-    op, shape = layout.pending.op, (count, *values.shape)
-    chosen = random.integers(count, size=values.shape) == np.arange(count).reshape((count,) + (1,) * values.ndim)
+    op, shape, held = layout.pending.op, (count, *values.shape), _held_addends(layout)
+    turn = random.integers(count, size=values.shape) % np.maximum(held.sum(axis=0), 1)
+    chosen = turn == np.arange(count).reshape((count,) + (1,) * values.ndim)
     if op == "sum":
-        noise = np.where(chosen, 0, random.integers(-9, 10, size=shape)).astype(values.dtype)
+        noise = np.where(chosen | ~held, 0, random.integers(-9, 10, size=shape)).astype(values.dtype)
         rest = (values - noise.sum(axis=0)).astype(values.dtype)
         return (np.where(chosen, rest, noise) * layout.pending.divisor).astype(values.dtype)
     if op == "product":
@@ -269,7 +278,7 @@ def small_layouts(shape: Sequence[int], ranks: int, pending: bool = True) -> lis
     Layouts that mean the same are listed once, whatever spec they come from.
 
     >>> len(small_layouts((2,), ranks=1)), len(small_layouts((2,), ranks=2))
-    (2, 14)
+    (2, 18)
     """
     shape = tuple(shape)
     sources = [
@@ -310,6 +319,9 @@ def _placements(shape: tuple[int, ...], count: int, pending: bool, plain: bool =
         if plain:
             continue
         yield Shard(dim, block=1)
+        for first in range(1, length) if count == 2 else ():
+            copies = Shard(dim, groups=(first, length - first), each=(1, 2))
+            yield from (copies, copies.dual)[: 1 + pending]
         yield from (Shard(dim, groups=sizes) for sizes in _sizes(length, 2))
         yield from (Shard(dim, sizes=sizes) for sizes in _sizes(length, count))
 

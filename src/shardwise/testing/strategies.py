@@ -128,7 +128,9 @@ def _shards(draw: st.DrawFn, dim: int, shape: Sequence[int], held: Sequence[DimI
     zigzag = draw(st.booleans())
     if rule == "groups":
         lengths_of_groups = draw(_cuts_at_units(shape[dim], draw(st.integers(1, 3)), unit))
-        return Shard(dim, groups=lengths_of_groups, unit=unit, zigzag=zigzag)
+        divisors = [1] if zigzag else [n for n in range(1, count + 1) if count % n == 0]
+        each = tuple(draw(st.sampled_from(divisors)) for _ in lengths_of_groups)
+        return Shard(named, groups=lengths_of_groups, unit=unit, zigzag=zigzag, each=each)
     if rule in ("sizes", "block"):
         unit = unit if list(held) == [((0, shape[dim]),)] else 1  # what other axes have cut may begin inside a unit
     if rule == "sizes":

@@ -65,6 +65,7 @@ from shardwise.transfer.senders import (
     count_addends,
     index_owners,
     overlapping_pairs,
+    own_rows,
 )
 from shardwise.transfer.topology import Topology
 
@@ -272,7 +273,8 @@ def _count_parts(length: int, wanted: int) -> int:
 def _holders(layout: Layout, cell: int, addend: int | None) -> IntArray:
     """The ranks that hold a cell: any addend of it, or one."""
     if layout.cells is None:
-        return np.unique(layout.table.ranks[layout.table.cells == cell])
+        held = layout.table.cells == cell
+        return np.unique(layout.table.ranks[held if addend is None else held & (layout.table.addends == addend)])
     owners = layout.cells.owners.reshape(-1, layout.cells.addends, layout.cells.replicas)[cell]
     return np.unique(owners if addend is None else owners[addend])
 
@@ -307,9 +309,8 @@ def reduction_lower_bound(src: Layout, dst: Layout) -> int:
     such a rank holds an addend.
     """
     needing = dst.table.take(np.flatnonzero(dst.table.addends == 0))
-    volumes, addends = box_volumes(needing.sizes), count_addends(src)
-    _, first = np.unique(needing.cells, return_index=True)
-    total = int(volumes[first].sum()) * (addends - 1) + int(volumes.sum())
+    addends = src.table.take(np.unique(src.table.cells * count_addends(src) + src.table.addends, return_index=True)[1])
+    total = int(box_volumes(addends.sizes).sum()) - src.numel + int(box_volumes(needing.sizes).sum())
     return total - _elements_that_meet(src, dst)
 
 
@@ -325,6 +326,62 @@ def _elements_that_meet(src: Layout, dst: Layout) -> int:
 
 
 MOST_REGIONS = 1 << 12
+
+
+class _PlacedSpec(ShardingSpec):
+    """A table of pieces, with a sum pending."""
+
+    def __init__(self, table: PieceTable) -> None:
+        self.table = table
+
+    def pieces(self, shape: Sequence[int]) -> Sequence[Piece]:
+        return self.table.pieces()
+
+    def resolve(self, shape: tuple[int, ...]) -> Cells | PieceTable:
+        return self.table
+
+    def reduction(self) -> Reduction | None:
+        return Reduction("sum")
+
+
+def place_on_holders(src: Layout, dst: Layout) -> Layout:
+    """The destination, whose copies are addends, cut where the source is, so that a rank with the value is first.
+
+    Any one of the copies may become the value if the others become zero: one that is there already need not be sent.
+
+    >>> from shardwise.geometry import parse_spec
+    >>> rows, copies = (parse_spec(f"on x=2: {text}").layout((4,)) for text in ("S(0)", "S(0) each 2 addends"))
+    >>> table = place_on_holders(rows, copies).table
+    >>> table.offsets[:, 0].tolist(), table.ranks.tolist(), table.addends.tolist()
+    ([0, 0, 2, 2], [0, 1, 1, 0], [0, 1, 0, 1])
+    """
+    table = dst.table
+    found = overlaps_with_layout(table.offsets, table.sizes, src)
+    rows, empty = found.boxes, np.flatnonzero((table.sizes == 0).any(axis=1))
+    has = own_rows(index_owners(src), found.cells * count_addends(src), table.ranks[rows]) >= 0
+    regions = np.unique(
+        table.cells[rows] * (int(src.table.cells.max(initial=0)) + 1) + found.cells, return_inverse=True
+    )
+    cells, count = regions[1].reshape(-1), count_addends(dst)
+    places = cells * count + table.addends[rows]
+    near = np.zeros(len(regions[0]) * count, bool)
+    near[places[has]] = True
+    order = np.lexsort((places, ~near[places], cells))
+    rows, cells, places, starts, sizes = (c[order] for c in (rows, cells, places, found.starts, found.sizes))
+    new = np.concatenate([np.ones(min(1, len(rows)), bool), places[1:] != places[:-1]])
+    turns = np.cumsum(new) - np.cumsum(new)[np.searchsorted(cells, cells, side="left")]
+    whole, none = table.take(np.concatenate([rows, empty])), len(empty)
+    return _PlacedSpec(
+        PieceTable(
+            np.concatenate([starts, table.offsets[empty]]),
+            np.concatenate([sizes, table.sizes[empty]]),
+            whole.ranks,
+            np.concatenate([cells, int(cells.max(initial=-1)) + 1 + np.arange(none)]),
+            np.concatenate([turns, np.zeros(none, np.int64)]),
+            whole.slots,
+            whole.local_offsets + np.concatenate([starts - table.offsets[rows], np.zeros((none, dst.ndim), np.int64)]),
+        )
+    ).layout(dst.shape)
 
 
 class HostSumsSpec(ShardingSpec):
@@ -592,8 +649,6 @@ def _pass_on(parts: Routes, starts: IntArray, sizes: IntArray, far: FarMoves, gi
         zero,
     )
     return passed.take(np.argsort(passed.dst_rows, kind="stable"))
-
-
 
 
 MOST_BOUND_REGIONS = 1 << 15

@@ -80,9 +80,8 @@ class Owners:
 
 
 def index_owners(layout: Layout) -> Owners:
-    """Index a layout's table by source."""
-    table = layout.table
-    addends = 1 if layout.cells is None else layout.cells.addends
+    """Index a layout's table by source; where copies are addends, a source that a cell does not have has no rows."""
+    table, addends = layout.table, count_addends(layout)
     source = table.cells * addends + table.addends
     total = int(table.cells.max(initial=-1) + 1) * addends
     rows = np.arange(len(table)) if layout.cells is not None else np.argsort(source, kind="stable")
@@ -97,7 +96,7 @@ def choose_senders(
 
     `turn` is the place of the replica that comes first: of many tensors each has another, so that replicas share them.
     """
-    chosen = np.take(owners.rows[owners.starts[:-1]], sources) if len(sources) else np.zeros(0, np.int64)
+    chosen = owners.rows[owners.starts[sources]] if len(sources) else np.zeros(0, np.int64)
     if int(owners.counts.max(initial=1)) <= 1:
         return chosen
     own = own_rows(owners, sources, dst_ranks)
@@ -526,8 +525,8 @@ class StepOutline:
 
 
 def count_addends(layout: Layout) -> int:
-    """How many addends the values of a layout have."""
-    return 1 if layout.cells is None else layout.cells.addends
+    """How many addends the values of a layout have; where copies are addends, those with the most copies."""
+    return int(layout.table.addends.max(initial=0)) + 1 if layout.cells is None else layout.cells.addends
 
 
 @dataclass(frozen=True)

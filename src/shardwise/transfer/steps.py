@@ -57,6 +57,7 @@ from shardwise.transfer.reductions import (
     has_replicas,
     may_relay,
     number_columns,
+    place_on_holders,
     reduction_layout,
     relay_moves,
     sum_within_hosts,
@@ -413,9 +414,12 @@ def _build_moves(outline: StepOutline, overlaps: Overlaps, options: PlanOptions,
         overlaps, term = _expand_terms_of_rank(outline, overlaps, only)
     else:
         overlaps, term = _expand_terms(outline, overlaps)
+    sources = overlaps.cells * count_addends(src) + term
+    if src.cells is None and count_addends(src) > 1:  # of copies that are addends some cells have fewer
+        there = np.flatnonzero(index_owners(src).counts[sources])
+        overlaps, term, sources = overlaps.take(there), term[there], sources[there]
     dst_ranks = np.take(dst.table.ranks, overlaps.boxes)
     weights = box_volumes(overlaps.sizes) * options.itemsize
-    sources = overlaps.cells * count_addends(src) + term
     if outline.is_listed and outline.columns is None:
         src_rows = choose_senders(index_owners(src), sources, dst_ranks, weights, options.topology, options.turn)
     else:
@@ -551,7 +555,7 @@ def _outline_within_hosts(src: Layout, dst: Layout, topology: Topology) -> tuple
 def _outline_steps(src: Layout, dst: Layout) -> tuple[StepOutline, ...]:
     if src.pending is None:
         return (_outline_first_addend(src, dst),)
-    if dst.pending is not None and dst.pending.op == src.pending.op:
+    if dst.pending is not None and dst.pending.op == src.pending.op and _keep_addends(src, dst):
         return (_outline_addend_by_addend(src, dst),)
     everything, op = [range(count_addends(src))], src.pending.op
     scale = (1, src.pending.divisor)
@@ -559,6 +563,12 @@ def _outline_steps(src: Layout, dst: Layout) -> tuple[StepOutline, ...]:
         return (StepOutline(src, dst, everything, op, scale),)
     middle = reduction_layout(src, dst)
     return StepOutline(src, middle, everything, op, scale), _outline_first_addend(middle, dst)
+
+
+def _keep_addends(src: Layout, dst: Layout) -> bool:
+    """Whether every cell has all addends: where copies are addends, some cells may have fewer than others."""
+    uneven = [layout for layout in (src, dst) if layout.cells is None and not index_owners(layout).counts.all()]
+    return not uneven or src == dst
 
 
 def plan_steps(outlines: Sequence[StepOutline], options: PlanOptions, rank: int | None) -> tuple[Step, ...]:
@@ -596,6 +606,8 @@ def _try_each(call: Callable[[StepOutline], T], outlines: Sequence[StepOutline])
 
 def _outline_first_addend(src: Layout, dst: Layout) -> StepOutline:
     """The value goes to the destination's first addend; the others are filled with the identity."""
+    if dst.cells is None and dst.pending is not None:
+        dst = place_on_holders(src, dst)
     terms = [[0]] + [[] for _ in range(count_addends(dst) - 1)]
     op = None if dst.pending is None else dst.pending.op
     scale = (1 if dst.pending is None else dst.pending.divisor, 1)

@@ -31,6 +31,7 @@ from shardwise.transfer.senders import (
     Step,
     StepOutline,
     StepTotals,
+    count_addends,
     count_boxes,
     total_step,
     total_within_hosts,
@@ -315,7 +316,7 @@ class Transfer:
             if self.rank is not None or not self.is_listed:
                 return self.moved_bytes  # all that is needed, less what is copied locally
             return _needed_elements(self.unsplit_steps) * self.itemsize
-        return reduction_lower_bound(self.src, self.dst) * self.itemsize
+        return reduction_lower_bound(self.src, self.outlines[-1].dst) * self.itemsize
 
     @cached_property
     def bytes_between_hosts(self) -> int | None:
@@ -532,7 +533,7 @@ def edge_bytes(routes: Routes, itemsize: int) -> tuple[IntArray, IntArray, IntAr
 def _needed_elements(steps: Sequence[Step]) -> int:
     """What the ranks need and do not hold, counted from the layouts: everything, less what local copies provide."""
     step, table = steps[0], steps[0].dst.table
-    terms = 1 if step.src.cells is None or step.op is None else step.src.cells.addends
+    terms = 1 if step.op is None else count_addends(step.src)
     filled = np.setdiff1d(np.arange(len(table)), step.fills, assume_unique=True)
     needed = int(table.sizes[filled].prod(axis=1).sum())
     if step.op is not None and terms > 1:

@@ -32,8 +32,9 @@ from shardwise._cache import cache_by_identity
 from shardwise._torch import aten, is_any_autocast_enabled, is_dispatch_mode_on, is_dual_level, pytree
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Replicate, Shard
+from shardwise.geometry.placements import split_part
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Steps, Strategy, TensorMeta
+from shardwise.ops.rule import Steps, Strategy, TensorMeta, takes_copies
 from shardwise.ops.unshard import vary_along
 from shardwise.ops.views import DimRun, LocalView, find_runs, global_rows, mesh_view, put_on_tape
 from shardwise.tensor.dispatch import UnsupportedOpError
@@ -47,6 +48,7 @@ RING = "attention (ring)"
 
 
 @register_sharding(aten.scaled_dot_product_attention.default)
+@takes_copies
 def attention(
     q: TensorMeta,
     k: TensorMeta,
@@ -154,7 +156,42 @@ def _attention_batch_strategies(
             # The result has the heads of the queries, however large the keys are: one group of that many.
             heads = Shard(dim, groups=(q.shape[dim],))
             found.append(replace(_attention_strategy(heads, (Shard(dim),) * 3, mask, dim, q.ndim), axes=axes))
+    if grouped and (heads_of := _find_copied_heads(q, k, v)) is not None:
+        axis, cut = heads_of
+        own = _attention_strategy(Shard(q.ndim - 3), (Shard(q.ndim - 3), cut, cut), mask, q.ndim - 3, q.ndim)
+        found.append(replace(own, axes=(axis,)))
     return found
+
+
+def _find_copied_heads(q: TensorMeta, k: TensorMeta, v: TensorMeta) -> tuple[int, Shard] | None:
+    """The axis along which every rank has the keys of its queries, some of them on several ranks; and their cut."""
+    spec, dim = mesh_view(q.layout), q.ndim - 3
+    axes = [a for a, p in enumerate(q.placements) if isinstance(p, Shard) and p.dim == dim]
+    if spec is None or len(axes) != 1 or k.shape[dim] != v.shape[dim]:
+        return None
+    ranks, own = spec.mesh.shape[axes[0]], q.placements[axes[0]]
+    cut, other = (_cut_of_heads(x, axes[0], ranks) for x in (k, v))
+    if cut is None or cut != other or not isinstance(own, Shard):
+        return None
+    queries, keys = (split_part(((0, x.shape[dim]),), shard, ranks, "") for x, shard in ((q, own), (k, cut)))
+    group = q.shape[dim] // k.shape[dim]
+    for ours, theirs in zip(queries, keys, strict=True):
+        heads = [head for start, stop in ours for head in range(start, stop)]
+        wanted = [head for start, stop in theirs for head in range(start, stop)]
+        each = len(heads) // len(wanted) if wanted else 0
+        if heads and [head // group for head in heads] != [head for head in wanted for _ in range(each)]:
+            return None
+    return axes[0], cut
+
+
+def _cut_of_heads(x: TensorMeta, axis: int, ranks: int) -> Shard | None:
+    """How an axis alone cuts the heads of keys, with copies; a tensor that all ranks have is one of any cut."""
+    dim, now = x.ndim - 3, x.placements[axis]
+    if not isinstance(now, Shard) or now.each is None:
+        return None
+    if any(isinstance(p, Shard) and p.dim == dim for a, p in enumerate(x.placements) if a != axis):
+        return None
+    return Shard(dim, each=(ranks,)) if now.is_on_all(ranks) else now if now.dim == dim else None
 
 
 def _axes_of_groups(q: TensorMeta, k: TensorMeta) -> tuple[int, ...]:

@@ -171,7 +171,7 @@ REDUCING = {"_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm"}
 for _name in list_operators_on_lists():
     if (_name.startswith("_foreach_") and _name not in REDUCING) or _name in FUSED:
         for _op in _overloads(_name):
-            register_sharding(_op, Steps(partial(run_on_lists, _op)))
+            register_sharding(_op, Steps(partial(run_on_lists, _op), takes_copies=True))
 
 
 def _max_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:

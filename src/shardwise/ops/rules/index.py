@@ -29,7 +29,7 @@ from shardwise.geometry.placements import bounds
 from shardwise.ops.engine import compute
 from shardwise.ops.implicit_replication import register_plain_maker, run_plain_maker
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Steps, Strategy, TensorMeta
+from shardwise.ops.rule import Steps, Strategy, TensorMeta, takes_copies
 from shardwise.ops.rules.view import index_rows, keeps_rows, pending_kinds, renumber_dims, select_rows
 from shardwise.ops.views import (
     DimRun,
@@ -359,12 +359,13 @@ def data_dependent(*args: Any, **kwargs: Any) -> list[Any]:
 
 
 @register_sharding(aten.slice.Tensor)
+@takes_copies
 def slice_rule(
     x: TensorMeta, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> list[Strategy] | Steps:
     at = dim % x.ndim
     if _is_split(x, at):
-        return Steps(_slice_split_dim)
+        return Steps(_slice_split_dim, takes_copies=True)
     whole = slice(start, end, step).indices(x.shape[at]) == (0, x.shape[at], 1)
     return renumber_dims(x, [d if whole or d != at else None for d in range(x.ndim)])
 
@@ -428,8 +429,11 @@ def _cut_whole_groups(spec: MeshSpec, dim: int, rows: range) -> Shard | None:
     edges = bounds(shard.groups)
     if rows.start not in edges or rows.stop not in edges:
         return None
-    groups = shard.groups[edges.index(rows.start) : len(edges) - 1 - edges[::-1].index(rows.stop)]
-    return replace(shard, groups=groups if len(groups) > 1 else None)
+    taken = slice(edges.index(rows.start), len(edges) - 1 - edges[::-1].index(rows.stop))
+    groups, each = shard.groups[taken], None if shard.each is None else shard.each[taken]
+    return replace(
+        shard, groups=groups if len(groups) > 1 else None, each=each, addends=shard.addends and each is not None
+    )
 
 
 def _slice_cuts(spec: MeshSpec, dim: int, length: int, rows: range) -> dict[int, Placement]:
@@ -506,19 +510,21 @@ def _select_local(view: Any, x: Tensor, dim: int, index: int) -> Tensor:
 
 
 @register_sharding([aten.split.Tensor, aten.split_with_sizes.default])
+@takes_copies
 def split(x: TensorMeta, size: int | Sequence[int], dim: int = 0) -> list[Strategy] | Steps:
     at = dim % x.ndim
     if _is_split(x, at) and sum(_split_sizes(size, x.shape[at])) == x.shape[at]:
-        return Steps(_split_split_dim)
+        return Steps(_split_split_dim, takes_copies=True)
     return renumber_dims(x, [None if d == at else d for d in range(x.ndim)])
 
 
 @register_sharding([aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default])
+@takes_copies
 def unsafe_split(x: TensorMeta, size: int | Sequence[int], dim: int = 0) -> list[Strategy] | Steps:
     """Parts that may be written to: nothing is pending, and each has memory of its own where a sharded dim is split."""
     found = split(x, size, dim)
     if isinstance(found, Steps):
-        return Steps(_split_and_copy)
+        return Steps(_split_and_copy, takes_copies=True)
     return [s for s in found if not isinstance(s.inputs[0], Partial)]
 
 

@@ -25,7 +25,7 @@ from shardwise._torch import EnableTorchFunction, aten
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.implicit_replication import MixedTensorsError, replicate
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Steps, Strategy, TensorMeta, composite_of, ignores_lengths
+from shardwise.ops.rule import Steps, Strategy, TensorMeta, composite_of, ignores_lengths, takes_copies
 from shardwise.ops.rules.reduction import Dims, reduction_strategies
 from shardwise.ops.rules.view import pending_kinds
 from shardwise.ops.unshard import vary_along
@@ -201,6 +201,7 @@ def _normalised_dims(x: TensorMeta | ShardedTensor, shape: Sequence[int]) -> tup
 
 @register_sharding(aten.native_layer_norm.default)
 @ignores_lengths
+@takes_copies
 def native_layer_norm(
     x: TensorMeta, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> list[Strategy] | Steps:
@@ -212,6 +213,7 @@ def native_layer_norm(
 @register_sharding(aten.layer_norm.default)
 @composite_of(aten.native_layer_norm.default)
 @ignores_lengths
+@takes_copies
 def layer_norm(
     x: TensorMeta,
     normalized_shape: Sequence[int],
@@ -257,6 +259,7 @@ def _to_wide_dtype(x: Any, name: str) -> ShardedTensor:
 
 @register_sharding(aten._fused_rms_norm.default)
 @ignores_lengths
+@takes_copies
 def fused_rms_norm(x: TensorMeta, normalized_shape: Sequence[int], weight: Any, eps: Any) -> list[Strategy] | Steps:
     if cutting_axes(x.layout, _normalised_dims(x, normalized_shape)):
         return Steps(_rms_norm_over_ranks)
@@ -264,6 +267,7 @@ def fused_rms_norm(x: TensorMeta, normalized_shape: Sequence[int], weight: Any, 
 
 
 @register_sharding(aten.rms_norm.default)
+@takes_copies
 def rms_norm(
     x: TensorMeta, normalized_shape: Sequence[int], weight: Any = None, eps: Any = None
 ) -> list[Strategy] | Steps:

@@ -21,7 +21,7 @@ from shardwise._torch import aten, decompose, is_any_autocast_enabled
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.implicit_replication import register_plain_maker
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths
+from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths, takes_copies
 from shardwise.ops.rules.pointwise import pointwise_strategies
 
 
@@ -52,12 +52,14 @@ def _shard_of(letter: str, names: str) -> Placement:
 
 @register_sharding(aten.mm.default)
 @ignores_lengths
+@takes_copies
 def mm(a: TensorMeta, b: TensorMeta) -> list[Any]:
     return product_strategies("mk,kn->mn")
 
 
 @register_sharding(aten.bmm.default)
 @ignores_lengths
+@takes_copies
 def bmm(a: TensorMeta, b: TensorMeta) -> list[Any]:
     return product_strategies("bmk,bkn->bmn")
 
@@ -90,12 +92,14 @@ def _bias_placement(bias: TensorMeta, result: Placement | None, ndim: int) -> Pl
 
 @register_sharding(aten.addmm.default)
 @ignores_lengths
+@takes_copies
 def addmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
     return _bias_strategies(bias, "mk,kn->mn")
 
 
 @register_sharding(aten.baddbmm.default)
 @ignores_lengths
+@takes_copies
 def baddbmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
     return _bias_strategies(bias, "bmk,bkn->bmn")
 
@@ -133,6 +137,7 @@ LETTERS = "abcdefghij"
 
 @register_sharding(aten.linear.default)
 @ignores_lengths
+@takes_copies
 def linear(x: TensorMeta, weight: TensorMeta, bias: TensorMeta | None = None) -> list[Any]:
     rows = LETTERS[: x.ndim - 1]
     out = "n" if weight.ndim == 2 else ""
@@ -153,6 +158,7 @@ def _linear_bias_placement(result: Placement | None, bias: TensorMeta, last: int
 
 @register_sharding(aten.matmul.default)
 @ignores_lengths
+@takes_copies
 def matmul(a: TensorMeta, b: TensorMeta) -> list[Any]:
     """Products of the last two dims, the others broadcast: a dim of length 1 is whole wherever the other is cut."""
     batch = LETTERS[: max(a.ndim, b.ndim, 2) - 2]
@@ -185,6 +191,7 @@ def _replicate_ones(strategy: Strategy, metas: Sequence[TensorMeta]) -> Strategy
 
 @register_sharding(aten.einsum.default)
 @ignores_lengths
+@takes_copies
 def einsum(equation: str, tensors: Sequence[TensorMeta], *, path: Sequence[int] | None = None) -> list[Any] | Steps:
     """A product of several tensors by its own formula; diagonals, dots and dims that broadcast are broken down.
 

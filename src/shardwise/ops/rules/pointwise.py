@@ -11,7 +11,7 @@ import torch
 from shardwise._torch import aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Strategy, TensorMeta, is_pointwise
+from shardwise.ops.rule import Strategy, TensorMeta, is_pointwise, takes_copies
 
 # Operators through which a pending sum stays pending, and which of their operands are pending together. Not by a tensor
 # that is divided by, nor by a number that is 0 or not finite: addends of both signs would become zeros or infinities of
@@ -47,6 +47,7 @@ UNTAGGED = (  # by torch; some have decompositions with other gradients or value
 
 
 @register_sharding(list(UNTAGGED))
+@takes_copies
 def untagged_rule(*args: Any, **kwargs: Any) -> list[Strategy]:
     return pointwise_strategies([v for v in (*args, *kwargs.values()) if isinstance(v, TensorMeta)])
 

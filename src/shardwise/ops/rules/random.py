@@ -37,7 +37,7 @@ from shardwise.comm import Comm, DisagreementError
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, ShardingSpec
 from shardwise.ops.implicit_replication import plain_as_replicated, replicate
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Steps, Strategy, TensorMeta
+from shardwise.ops.rule import Steps, Strategy, TensorMeta, takes_copies
 from shardwise.ops.rules.pointwise import pointwise_strategies
 from shardwise.ops.rules.view import pending_kinds
 from shardwise.ops.views import gather_dims, mesh_spec_of, mesh_view, redistribute_to, resolve_partial
@@ -60,6 +60,7 @@ from shardwise.tensor.writes import check_writable, draw_into, mark_copied
         aten.empty_like.default,
     ]
 )
+@takes_copies
 def like_rule(x: TensorMeta, *args: Any, **kwargs: Any) -> list[Any]:
     """As the tensor is cut; one value everywhere has no pending form, so a pending tensor yields a replicated one."""
     found = [Strategy((Replicate(),), (Replicate(),))]
@@ -75,6 +76,7 @@ def like_rule(x: TensorMeta, *args: Any, **kwargs: Any) -> list[Any]:
         aten.lift_fresh.default,
     ]
 )
+@takes_copies
 def untagged_pointwise_rule(*args: Any, **kwargs: Any) -> list[Any]:
     """Pointwise operators that torch does not tag as such."""
     metas = [a for a in args if isinstance(a, TensorMeta)]
@@ -83,6 +85,7 @@ def untagged_pointwise_rule(*args: Any, **kwargs: Any) -> list[Any]:
 
 
 @register_sharding(aten.copy_.default)
+@takes_copies
 def copy_into(x: TensorMeta, source: TensorMeta, non_blocking: bool = False) -> list[Strategy] | Steps:
     """As pointwise operators; what is pending is copied as addends, which must be of the right dtype and shape."""
     pending = pending_kinds(x, source)
@@ -133,7 +136,7 @@ def _make_new(op: Any, tensor: ShardedTensor, size: Sequence[int], *rest: Any, *
 
 
 for _op in (aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default):
-    register_sharding(_op, Steps(partial(_make_new, _op)))
+    register_sharding(_op, Steps(partial(_make_new, _op), takes_copies=True))
 
 
 @register_function(Tensor.new)
@@ -209,11 +212,13 @@ for _name in ("default", "generator", "low_dtype", "low_generator_dtype"):
         register_sharding(getattr(aten.randint_like, _name), Steps(_draw))
 
 # Values written in place
-register_sharding(aten.uniform_.default, Steps(draw_uniform))
-register_sharding(aten.normal_.default, Steps(draw_normal))
-register_sharding(aten.bernoulli_.float, Steps(draw_bernoulli))
-register_sharding([getattr(aten.random_, name) for name in ("default", "to", "from")], Steps(draw_integers))
-register_sharding([aten.fill_.Scalar, aten.fill_.Tensor], Steps(_fill))
+register_sharding(aten.uniform_.default, Steps(draw_uniform, takes_copies=True))
+register_sharding(aten.normal_.default, Steps(draw_normal, takes_copies=True))
+register_sharding(aten.bernoulli_.float, Steps(draw_bernoulli, takes_copies=True))
+register_sharding(
+    [getattr(aten.random_, name) for name in ("default", "to", "from")], Steps(draw_integers, takes_copies=True)
+)
+register_sharding([aten.fill_.Scalar, aten.fill_.Tensor], Steps(_fill, takes_copies=True))
 
 
 def _fill_diagonal(tensor: ShardedTensor, fill_value: float, wrap: bool = False) -> ShardedTensor:
@@ -223,8 +228,8 @@ def _fill_diagonal(tensor: ShardedTensor, fill_value: float, wrap: bool = False)
     return written
 
 
-register_sharding(aten.fill_diagonal_.default, Steps(_fill_diagonal))
-register_sharding(aten.zero_.default, Steps(lambda tensor: fill_value(tensor, 0), in_place=True))
+register_sharding(aten.fill_diagonal_.default, Steps(_fill_diagonal, takes_copies=True))
+register_sharding(aten.zero_.default, Steps(lambda tensor: fill_value(tensor, 0), True, takes_copies=True))
 
 
 # Copies and conversions
@@ -236,14 +241,20 @@ def _same_shape_strategies(x: TensorMeta) -> list[Strategy]:
 
 
 @register_sharding(aten.alias.default)
+@takes_copies
 def alias(x: TensorMeta) -> list[Strategy]:
     return _same_shape_strategies(x) + [Strategy((p,), (p,)) for p in pending_kinds(x)]
 
 
 @register_sharding(aten._to_copy.default)
+@takes_copies
 def convert(x: TensorMeta, *, device: Any = None, **_: Any) -> list[Strategy] | Steps:
     """By parts where a sum is pending or the device may change; anything else as any operator of one tensor."""
-    return _same_shape_strategies(x) if x.layout.pending is None and device is None else Steps(convert_parts)
+    return (
+        _same_shape_strategies(x)
+        if x.layout.pending is None and device is None
+        else Steps(convert_parts, takes_copies=True)
+    )
 
 
 def convert_parts(tensor: ShardedTensor, **options: Any) -> ShardedTensor:
@@ -292,7 +303,7 @@ def _item(tensor: ShardedTensor) -> Any:
     return redistribute_to(tensor.detach(), whole, "item").local_parts[0].item()
 
 
-register_sharding(aten.detach.default, Steps(_detach))
+register_sharding(aten.detach.default, Steps(_detach, takes_copies=True))
 register_sharding(aten._linalg_check_errors.default, Steps(_check_errors))
 register_sharding(aten._local_scalar_dense.default, Steps(_item))
 
@@ -391,10 +402,10 @@ def _draw_geometric(tensor: ShardedTensor, p: float, *, generator: Any = None) -
     return _write_drawn(tensor, trials.ceil().clamp(min=1))
 
 
-register_sharding(aten.exponential_.default, Steps(_draw_exponential))
-register_sharding(aten.cauchy_.default, Steps(_draw_cauchy))
-register_sharding(aten.log_normal_.default, Steps(_draw_log_normal))
-register_sharding(aten.geometric_.default, Steps(_draw_geometric))
+register_sharding(aten.exponential_.default, Steps(_draw_exponential, takes_copies=True))
+register_sharding(aten.cauchy_.default, Steps(_draw_cauchy, takes_copies=True))
+register_sharding(aten.log_normal_.default, Steps(_draw_log_normal, takes_copies=True))
+register_sharding(aten.geometric_.default, Steps(_draw_geometric, takes_copies=True))
 
 
 def _count_events(chance: Tensor, rate: Tensor) -> Tensor:
@@ -438,7 +449,7 @@ def _draw_bernoulli_into(x: ShardedTensor, chance: Any, generator: Any = None) -
 
 
 register_sharding(aten.bernoulli.default, Steps(_draw_bernoulli))
-register_sharding(aten.bernoulli_.Tensor, Steps(_draw_bernoulli_into))
+register_sharding(aten.bernoulli_.Tensor, Steps(_draw_bernoulli_into, takes_copies=True))
 
 
 def _draw_multinomial(
@@ -502,7 +513,7 @@ def _draw_slopes_in_place(x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 register_sharding(aten.rrelu_with_noise.default, Steps(_draw_slopes))
-register_sharding(aten.rrelu_with_noise_.default, Steps(_draw_slopes_in_place))
+register_sharding(aten.rrelu_with_noise_.default, Steps(_draw_slopes_in_place, takes_copies=True))
 
 
 _STEPS = 64  # of a bisection: halves the interval of a float64's logarithm down to its last bits

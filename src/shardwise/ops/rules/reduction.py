@@ -34,7 +34,7 @@ from shardwise._torch import aten, forward_ad, is_dual_level
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Steps, Strategy, TensorMeta, composite_of, ignores_lengths
+from shardwise.ops.rule import Steps, Strategy, TensorMeta, composite_of, ignores_lengths, takes_copies
 from shardwise.ops.unshard import vary_along
 from shardwise.ops.views import (
     LocalView,
@@ -98,6 +98,7 @@ def nansum_rule(x: TensorMeta, dim: Dims = None, keepdim: bool = False, *, dtype
 
 @register_sharding(aten.sum.dim_IntList)
 @ignores_lengths
+@takes_copies
 def sum_dims(x: TensorMeta, dim: Dims, keepdim: bool = False, *, dtype: Any = None) -> list[Any]:
     return reduction_strategies(x, dim, keepdim, Partial("sum"), keeps=_linear_kinds(x, dtype))
 
@@ -152,6 +153,7 @@ def mean(x: TensorMeta, *, dtype: Any = None) -> list[Any]:
 
 
 @register_sharding(aten.mean.dim)
+@takes_copies
 def mean_dims(x: TensorMeta, dim: Dims, keepdim: bool = False, *, dtype: Any = None) -> list[Any]:
     _check_mean(x, dtype)
     return reduction_strategies(x, dim, keepdim, Partial("sum"), keeps=_linear_kinds(x, dtype), local=_local_mean_part)
@@ -717,12 +719,14 @@ def _sum_before(x: ShardedTensor, totals: ShardedTensor, dim: int) -> Tensor:
 
 @register_sharding(aten._softmax.default)
 @ignores_lengths
+@takes_copies
 def softmax(x: TensorMeta, dim: int, half_to_float: bool) -> list[Strategy] | Steps:
     return _softmax_rule(x, dim, _softmax_over_ranks)
 
 
 @register_sharding(aten._log_softmax.default)
 @ignores_lengths
+@takes_copies
 def log_softmax(x: TensorMeta, dim: int, half_to_float: bool) -> list[Strategy] | Steps:
     return _softmax_rule(x, dim, _log_softmax_over_ranks)
 
@@ -742,6 +746,7 @@ def renorm(x: TensorMeta, p: float, dim: int, maxnorm: float) -> list[Strategy]:
 @register_sharding(aten.softmax.int)
 @composite_of(aten._softmax.default)
 @ignores_lengths
+@takes_copies
 def softmax_as(x: TensorMeta, dim: int, dtype: Any = None) -> list[Strategy] | Steps:
     """As an operator of its own, which is called more often than the one that torch makes of it."""
     return _softmax_rule(x, dim, lambda x, dim, dtype=None: aten._softmax.default(_cast(x, dtype), dim, False))
@@ -750,6 +755,7 @@ def softmax_as(x: TensorMeta, dim: int, dtype: Any = None) -> list[Strategy] | S
 @register_sharding(aten.log_softmax.int)
 @composite_of(aten._log_softmax.default)
 @ignores_lengths
+@takes_copies
 def log_softmax_as(x: TensorMeta, dim: int, dtype: Any = None) -> list[Strategy] | Steps:
     return _softmax_rule(x, dim, lambda x, dim, dtype=None: aten._log_softmax.default(_cast(x, dtype), dim, False))
 

@@ -43,7 +43,7 @@ from shardwise.geometry.placements import chunk_sizes
 from shardwise.ops.dispatch_cache import note_special
 from shardwise.ops.engine import compute
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths
+from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths, takes_copies
 from shardwise.ops.views import (
     NoViewError,
     cutting_axes,
@@ -198,12 +198,14 @@ def renumber_dims(x: TensorMeta, new_dim: Sequence[int | None], local: Any = Non
 
 @register_sharding(aten.t.default)
 @ignores_lengths
+@takes_copies
 def t(x: TensorMeta) -> list[Any]:
     return renumber_dims(x, list(reversed(range(x.ndim))))
 
 
 @register_sharding([aten.transpose.int])
 @ignores_lengths
+@takes_copies
 def transpose(x: TensorMeta, one: int, other: int) -> list[Any]:
     new = list(range(x.ndim))
     if new:
@@ -213,18 +215,21 @@ def transpose(x: TensorMeta, one: int, other: int) -> list[Any]:
 
 @register_sharding(aten.permute.default)
 @ignores_lengths
+@takes_copies
 def permute(x: TensorMeta, dims: Sequence[int]) -> list[Any]:
     order = [d % x.ndim for d in dims]
     return renumber_dims(x, [order.index(d) for d in range(x.ndim)])
 
 
 @register_sharding(aten.unsqueeze.default)
+@takes_copies
 def unsqueeze(x: TensorMeta, dim: int) -> list[Any]:
     at = dim % (x.ndim + 1)
     return renumber_dims(x, [d + (d >= at) for d in range(x.ndim)])
 
 
 @register_sharding([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
+@takes_copies
 def squeeze(x: TensorMeta, dims: int | Sequence[int] | None = None) -> list[Any]:
     asked = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = sorted({d % x.ndim for d in asked if x.shape[d] == 1}) if x.ndim else []
@@ -233,6 +238,7 @@ def squeeze(x: TensorMeta, dims: int | Sequence[int] | None = None) -> list[Any]
 
 
 @register_sharding(aten.expand.default)
+@takes_copies
 def expand(x: TensorMeta, size: Sequence[int], *, implicit: bool = False) -> list[Any]:
     added = len(size) - x.ndim
     kept = [wanted in (-1, own) and own != 1 for own, wanted in zip(x.shape, size[added:], strict=True)]
@@ -330,7 +336,7 @@ def _move_for_view(tensor: ShardedTensor, size: tuple[int, ...]) -> ShardedTenso
 
 register_sharding(
     [aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default],
-    Steps(reshape_sharded),
+    Steps(reshape_sharded, takes_copies=True),
 )
 
 
@@ -495,6 +501,7 @@ register_sharding(
 
 
 @register_sharding(aten.cat.default)
+@takes_copies
 def cat(tensors: Sequence[TensorMeta], dim: int = 0) -> list[Any]:
     ndim = max(t.ndim for t in tensors)
     at = dim % max(1, ndim)
@@ -543,6 +550,7 @@ def _same_cut_strategy(out: Placement, given: Placement, count: int) -> Strategy
 
 
 @register_sharding(aten.stack.default)
+@takes_copies
 def stack(tensors: Sequence[TensorMeta], dim: int = 0) -> list[Any]:
     ndim = tensors[0].ndim
     at = dim % (ndim + 1)
