@@ -76,10 +76,15 @@ _COMPARED_NAMES = 2000
 
 @dataclass(frozen=True)
 class MatchedState:
-    """The tensors to fill, each with what is stored for it, and the values to put in place."""
+    """The tensors to fill, each with what is stored for it, and the values to put in place.
+
+    `unexpected`: what is stored and not in the state, if it has to be in that of a rank; `own` are the state's names.
+    """
 
     tensors: Sequence[tuple[Leaf, TensorEntry]]
     values: Mapping[str, Scalar]
+    unexpected: Sequence[str] = ()
+    own: Sequence[str] = ()
 
 
 def match_state(
@@ -100,14 +105,12 @@ def match_state(
     sources = set(wanted.values())
     held_values = {name: value for name, value in index.values if name in sources}
     problems = _kind_problems(wanted, {leaf.name for leaf in tensors}, held_tensors, held_values)
-    hint = ""
+    unexpected: list[str] = []
     if strict:
         every = (*held_tensors, *islice((name for name, _ in index.values), _COMPARED_NAMES))
         problems += _missing_problems(wanted, {**held_tensors, **held_values}, every)
         unexpected = [name for name in held_tensors if name not in sources]
         unexpected += islice((name for name, _ in index.values if name not in sources), _COMPARED_NAMES)
-        problems += _unexpected_problems(unexpected, wanted)
-        hint = _explain_optimizer_state(unexpected, wanted)
     found = [
         (leaf, index.tensors[held_tensors[wanted[leaf.name]]])
         for leaf in tensors
@@ -115,12 +118,17 @@ def match_state(
     ]
     problems += [text for leaf, entry in found if (text := _misfit_problem(leaf, entry, cast))]
     if problems:
-        more = f"; and {len(problems) - _MAX_LISTED_PROBLEMS} more" if len(problems) > _MAX_LISTED_PROBLEMS else ""
-        raise CheckpointError(
-            "the checkpoint does not fit the state: " + "; ".join(problems[:_MAX_LISTED_PROBLEMS]) + more + hint
-        )
+        raise _misfit_error(problems, unexpected, list(wanted))
     chosen = {name: held_values[wanted[name]] for name in values if name in wanted and wanted[name] in held_values}
-    return MatchedState(found, chosen)
+    return MatchedState(found, chosen, unexpected, list(wanted))
+
+
+def _misfit_error(problems: Sequence[str], unexpected: Sequence[str], own: Sequence[str]) -> CheckpointError:
+    """All that does not fit, what is stored and in no state last."""
+    every = [*problems, *_unexpected_problems(unexpected, own)]
+    more = f"; and {len(every) - _MAX_LISTED_PROBLEMS} more" if len(every) > _MAX_LISTED_PROBLEMS else ""
+    text = "; ".join(every[:_MAX_LISTED_PROBLEMS]) + more + _explain_optimizer_state(unexpected, own)
+    return CheckpointError(f"the checkpoint does not fit the state: {text}")
 
 
 def _find_tied_names(tensors: Sequence[Leaf], wanted: Mapping[str, str], held: Mapping[str, object]) -> list[str]:
@@ -163,17 +171,16 @@ def _missing_problems(wanted: Mapping[str, str], held: Mapping[str, object], eve
     ]
 
 
-def _unexpected_problems(unexpected: Sequence[str], wanted: Mapping[str, str]) -> list[str]:
-    own = list(wanted)
+def _unexpected_problems(unexpected: Sequence[str], own: Sequence[str]) -> list[str]:
     return [
         f"it has {name}, which the state does not have{_suggest_names(name, own, number)} (strict=False skips it)"
         for number, name in enumerate(unexpected)
     ]
 
 
-def _explain_optimizer_state(unexpected: Collection[str], wanted: Mapping[str, str]) -> str:
+def _explain_optimizer_state(unexpected: Collection[str], own: Sequence[str]) -> str:
     """A hint where the checkpoint has the state of an optimizer and the program none."""
-    if not any(".state." in f".{name}" for name in unexpected) or any(".state." in f".{name}" for name in wanted):
+    if not any(".state." in f".{name}" for name in unexpected) or any(".state." in f".{name}" for name in own):
         return ""
     return (
         "; an optimizer has no state before its first step: pass the module and the optimizer themselves, "
@@ -229,7 +236,8 @@ def load(
     All ranks of the comm call it. Numbers and strings are replaced by the stored ones. Modules, optimizers and other
     objects with `load_state_dict` get what is stored for them; state that an optimizer does not have yet is made.
 
-    - `strict`: every entry of the state is stored, and nothing else is; else what both have is loaded.
+    - `strict`: every entry of the state is stored, and all that is stored is in the state of a rank; else what both
+      have is loaded.
     - `names`: a dict or function from names in the state to stored names; None for a name leaves the entry as it is.
       Or a `NameMap`: the checkpoint is loaded as what it makes of it, with tensors split, fused and transposed.
     - `cast`: convert dtypes; else a dtype that differs is an error.
@@ -257,10 +265,14 @@ def load(
         asked = None
         if found is not None:
             asked = [found[0].digest, verify, cast, _digest_wanted(found[1].tensors), bool(found[2]), version]
+            asked.append(list(found[1].unexpected))
         everyone = gather_or_raise(comm, asked, problem, LOAD_LABEL)
         store, matched, objects = found
         try:
             if _agree_on_load(comm, everyone, before):
+                # Stages of a pipeline have other parts of a model on other ranks.
+                if left := set(everyone[0][6]).intersection(*(one[6] for one in everyone)):
+                    raise _misfit_error([], [n for n in matched.unexpected if n in left], matched.own)
                 loader = Loader(store, matched.tensors, comm, shared=len({one[3] for one in everyone}) == 1)
                 first = comm.rank == comm.ranks[0]
                 with show_progress(progress, "loading", loader.bytes_to_read(), first=first) as meter:

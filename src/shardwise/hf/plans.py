@@ -48,6 +48,7 @@ from shardwise._text import package_logger
 from shardwise._torch import pytree
 from shardwise.geometry import Mesh
 from shardwise.nn.plan import OTHERS, PLAIN, REPLICATED, ModelPlan, PlanError, is_linear, match_patterns
+from shardwise.nn.stages import copy_on_meta
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
@@ -170,46 +171,6 @@ def find_linear_pairs(module: nn.Module, inputs: Mapping[str, Any], device: torc
 def _copy_but_parameters(module: nn.Module) -> nn.Module:
     """A copy of a model that shares the parameters with it and nothing else."""
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
-
-
-def copy_on_meta(module: nn.Module) -> nn.Module:
-    """A copy of a model whose tensors are on the meta device, also those that it keeps in other attributes.
-
-    >>> layer = nn.Linear(4, 2)
-    >>> layer.cached = [torch.ones(3)]
-    >>> twin = copy_on_meta(layer)
-    >>> twin.weight.is_meta, twin.cached[0].is_meta, layer.cached[0].is_meta
-    (True, True, False)
-    """
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    with _CopyOnMeta():
-        try:
-            return copy.deepcopy(module, dict(memo))
-        except Exception:  # of any kind: something that cannot be copied, such as a lock or a process group, is shared
-            values = [v for part in module.modules() for n, v in vars(part).items() if n not in _MODULE_FIELDS]
-            for value in values:
-                try:
-                    copy.deepcopy(value, dict(memo))
-                except Exception:  # of any kind
-                    memo[id(value)] = value
-            return copy.deepcopy(module, memo)
-
-
-_MODULE_FIELDS = ("_parameters", "_buffers", "_modules")
-
-
-class _CopyOnMeta(TorchFunctionMode):
-    """Copies tensors to the meta device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.clone:  # of parameters that no module has
-            return args[0].to("meta")
-        if func is not Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        return memo.setdefault(id(tensor), tensor.detach().to("meta").requires_grad_(tensor.requires_grad))
 
 
 _FUNCTION_CACHE = type(functools.lru_cache(int))

@@ -17,6 +17,7 @@ from shardwise.nn.plan import ShardingPlanner as ShardingPlanner
 from shardwise.nn.plan_costs import Balance, BalancedPlanner, PlanTable, describe_plan
 from shardwise.nn.plan_files import load_plan, plan_from_data, plan_to_data, save_plan
 from shardwise.nn.shard_module import check_plan, collect_local_shard, reshard_output, shard_module, shard_parameter
+from shardwise.nn.stages import Pipeline
 
 __all__ = [
     "Balance",
@@ -25,6 +26,7 @@ __all__ = [
     "ModelPlan",
     "Muon",
     "OwnerOptimizer",
+    "Pipeline",
     "PlanError",
     "PlanTable",
     "RowSwap",

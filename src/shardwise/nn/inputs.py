@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from inspect import signature
 from itertools import zip_longest
+from math import prod
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -196,21 +197,30 @@ def _redistribute_output(
             f"{label}: its output is {format_layout_text(tensor.sharding)}, which has no placements on the plan's mesh "
             f"{mesh}; redistribute it in the module"
         )
-    placements, order = list(spec.placements), spec.order
+    leaves[number] = redistribute_to(tensor, activation_layout(spec, tuple(tensor.shape), wanted, label), label)
+    return unflatten_nest(leaves, structure)
+
+
+def activation_layout(spec: MeshSpec, shape: tuple[int, ...], wanted: Mapping[str, Placement], label: str) -> Layout:
+    """The layout of a tensor of this shape along the axes that `wanted` names, and as in a spec along the others.
+
+    >>> batch = MeshSpec(Mesh.of(dp=2, tp=2), (Shard(0), Replicate()))
+    >>> activation_layout(batch, (4, 8, 6), {"tp": Shard(1)}, "activations").spec
+    MeshSpec(dp=2,tp=2, (Shard(0), Shard(1)))
+    """
+    mesh, placements, order = spec.mesh, list(spec.placements), spec.order
     for axis, placement in wanted.items():
         ranks, at = mesh.axis_size(axis), mesh.axes.index(axis)
-        if isinstance(placement, Shard) and placement.dim >= tensor.ndim:
+        if isinstance(placement, Shard) and placement.dim >= len(shape):
             raise LayoutError(
                 f"{label}: {axis}: {format_placement(placement)} splits dim {placement.dim}, and its output has the "
-                f"shape {tuple(tensor.shape)}; name another module or another dim in the plan's activations"
+                f"shape {shape}; name another module or another dim in the plan's activations"
             )
-        short = isinstance(placement, Shard) and tensor.shape[placement.dim] < ranks
+        short = isinstance(placement, Shard) and shape[placement.dim] < ranks
         if not short and placements[at] != placement:
             order = (*(a for a in order if a != axis), axis)  # within what other axes split already
         placements[at] = Replicate() if short else placement
-    layout = mesh_spec(mesh, tuple(placements), order).layout(tuple(tensor.shape))
-    leaves[number] = redistribute_to(tensor, layout, label)
-    return unflatten_nest(leaves, structure)
+    return mesh_spec(mesh, tuple(placements), order).layout(shape)
 
 
 def _drop_interrupted(entered: nn.Module) -> None:
@@ -234,6 +244,26 @@ def place_inputs(tree: Any, mesh: Mesh, placements: Sequence[Placement], comm: C
     """
     leaves, structure = flatten_nest(tree)
     return unflatten_nest(_place_tensors(leaves, mesh, placements, comm), structure)
+
+
+def whole_inputs(module: nn.Module, plan: ModelPlan, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a model as all ranks together pass them, on the meta device; this rank passes its own rows.
+
+    >>> plan = ModelPlan(Mesh.of(dp=4, tp=2), {}, input_plan="dp: S(0)")
+    >>> whole_inputs(nn.Linear(3, 3), plan, (torch.ones(2, 3),), {})[0][0].shape
+    torch.Size([8, 3])
+    """
+    leaves, structure = flatten_nest((args, kwargs))
+    names = _names_of_leaves(args, kwargs, list(signature(module.forward).parameters))
+    by_name, default, mesh = plan.named_input_placements, plan.input_placements or (), plan.stage_mesh(0)
+    for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+        if isinstance(leaf, Tensor):
+            cut = zip(by_name.get(name or "", default), mesh.shape, strict=True)
+            parts = prod(size for placement, size in cut if placement.is_shard(0)) if leaf.ndim else 1
+            shape = (leaf.shape[0] * parts, *leaf.shape[1:]) if leaf.ndim else ()
+            leaves[i] = torch.zeros(shape, dtype=leaf.dtype, device="meta")
+    whole: tuple[Any, Any] = unflatten_nest(leaves, structure)
+    return whole
 
 
 def _pads_of_leaves(args: Any, kwargs: Mapping[str, Any], pads: Mapping[str, float]) -> list[float | None]:

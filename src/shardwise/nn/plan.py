@@ -6,10 +6,12 @@ A plan is a value. It is checked against a model on the meta device, for any num
 
 Which parameter does a pattern name, and what does its text say for each axis of the mesh?
 
-A pattern is a parameter's path in which `*` matches one part, `**` any number of parts, `{q,k,v}` one of several:
+A pattern is a parameter's path in which `*` matches one part, `**` any number of parts, `{q,k,v}` one of several and
+`{0-15}` one of these numbers:
 
     "blocks.*.mlp.up.weight": "S(0)"                 for the plan's axis, or the mesh's only one
     "blocks.*.{q,k,v}_proj.weight": "S(0)"           three layers of each block
+    "blocks.{0-15}.**"                               the first 16 blocks
     "blocks.*.attn.qkv.weight": "tp: S(0) groups(q,k,v)"   other axes replicate; q, k and v are numbers of the plan
     "embed.weight": "R, S(1)"                        one placement for each axis
 
@@ -26,8 +28,10 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -55,6 +59,7 @@ from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+_RANGE = re.compile(r"\b(\d+)\\-(\d+)\b")  # in an escaped pattern
 _ALTERNATIVE_DOT = re.compile(r"\.(?![^{}]*\})")  # a dot outside of {self_attn.q,mlp.up}
 _MAX_SUGGESTIONS = 3
 
@@ -121,14 +126,18 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 def _part_expression(part: str, pattern: str) -> str:
     """The regular expression of one part of a pattern.
 
-    >>> _part_expression("{q,k}_proj", "layers.{q,k}_proj")
-    '(?:q|k)_proj'
+    >>> _part_expression("{q,k}_proj", "layers.{q,k}_proj"), _part_expression("{0-2,8}", "layers.{0-2,8}")
+    ('(?:q|k)_proj', '(?:0|1|2|8)')
     """
     text = re.escape(part.replace(" ", "")).replace(r"\*", r"[^.]*")
-    text = re.sub(r"\\\{([^{}]*)\\\}", lambda m: f"(?:{m[1].replace(',', '|')})", text)
+    text = re.sub(r"\\\{([^{}]*)\\\}", lambda m: f"(?:{_RANGE.sub(_list_numbers, m[1]).replace(',', '|')})", text)
     if r"\{" in text or r"\}" in text:
         raise PlanError(f"the pattern {pattern!r}: a brace has no partner; alternatives are written {{q,k,v}}")
     return text
+
+
+def _list_numbers(found: re.Match[str]) -> str:
+    return "|".join(map(str, range(int(found[1]), int(found[2]) + 1)))
 
 
 def write_placements(value: Any) -> Any:
@@ -225,7 +234,8 @@ def is_linear(part: nn.Module) -> bool:
     return isinstance(part, nn.Linear) or (type(part).__name__ == "Conv1D" and hasattr(part, "nf"))
 
 
-REPLICATED, PLAIN = "replicated", "plain"
+REPLICATED, PLAIN, BALANCED = "replicated", "plain", "balanced"
+STAGE_AXIS = "pp"
 OTHERS = "**"  # the inputs that an input_plan does not name
 
 
@@ -265,6 +275,12 @@ class ModelPlan:
     - `gather_dtype`: the dtype in which parameters are gathered and used, as torch.bfloat16; or patterns to dtypes.
       Their gradients are summed in float32, and optimizers see the parameters as they are.
 
+    - `stages`: for pipelines, the stage of each parameter, along the axis `pp` of the mesh, which no placement names.
+      A mapping of patterns of modules or parameters to numbers from 0, as in `{"embed": 0, "layers.{0-15}": 0, ...}`;
+      "balanced": as many stages as the axis has ranks, with contiguous layers of about equal sizes; a number: so many,
+      balanced. Stage i is on place i % pp of the axis. `shard_module` gives a rank its stages only, and
+      `shardwise.nn.Pipeline` hands them to a schedule of torch.
+
     >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {"0.weight": "tp: S(0)", "2.weight": "tp: S(1)"})
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     >>> plan.specs(model)["2.weight"]
@@ -284,6 +300,7 @@ class ModelPlan:
     gather_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None
     pad_inputs: Mapping[str, float] | None = None
     activations: str | Mapping[str, Any] | None = None
+    stages: str | int | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         if is_device_mesh(self.mesh):
@@ -298,6 +315,8 @@ class ModelPlan:
         object.__setattr__(self, "gather_dtype", _read_dtypes(self.gather_dtype))
         _check_kinds(self.mesh, self.parameters)
         _check_bytes(self.prefetch_bytes)
+        if self.stages is not None:
+            _check_stages(self)
         if self.input_plan == "replicate":  # as in Replicate() and in other libraries
             object.__setattr__(self, "input_plan", REPLICATED)
         for name, number in (self.pad_inputs or {}).items():
@@ -347,15 +366,89 @@ class ModelPlan:
         return {} if self.input_plan is None else {OTHERS: self.input_plan}
 
     def _read_inputs(self, text: Any) -> tuple[Placement, ...]:
+        mesh = self.stage_mesh(0)
         if text == REPLICATED:
-            return (Replicate(),) * self.mesh.ndim
+            return (Replicate(),) * mesh.ndim
         if not isinstance(text, str):
             raise LayoutError("an input_plan has placements such as 'dp: S(0)', or 'replicated'")
-        return read_placements(text, self.mesh, self.axis, self.lengths)
+        return read_placements(text, mesh, self.axis, self.lengths)
+
+    @property
+    def stage_count(self) -> int:
+        """How many stages the plan has, 1 without any."""
+        if self.stages is None:
+            return 1
+        if isinstance(self.stages, Mapping):
+            return max(self.stages.values()) + 1
+        return self.mesh.axis_size(STAGE_AXIS) if isinstance(self.stages, str) else self.stages
+
+    def stage_mesh(self, stage: int) -> Mesh:
+        """The mesh of the ranks that have a stage: all of it without stages.
+
+        >>> ModelPlan(Mesh.of(pp=2, tp=2), {}, input_plan="replicated", stages="balanced").stage_mesh(1).ranks
+        array([2, 3])
+        """
+        if self.stages is None:
+            return self.mesh
+        rest, place = [a for a in self.mesh.axes if a != STAGE_AXIS], stage % self.mesh.axis_size(STAGE_AXIS)
+        return self.mesh.submesh(*rest, pp=place) if rest else Mesh((STAGE_AXIS,), [int(self.mesh.ranks[place])])
+
+    def of_stage(self, stage: int, names: Sequence[str], entry: str | None) -> ModelPlan:
+        """The plan of the parameters with these names for the ranks of a stage, which has no stages itself.
+
+        `entry`: the module where the stream of `activations` begins, if no table of embeddings is in the stage.
+        """
+
+        def keep(given: Any) -> Any:
+            if not isinstance(given, Mapping | list | tuple):
+                return given
+            kept = [p for p in given if any(map(_compile_pattern(p).fullmatch, names))]
+            return {p: given[p] for p in kept} if isinstance(given, Mapping) else kept
+
+        stream = {entry: self.activations} if isinstance(self.activations, str) and entry else self.activations
+        return replace(
+            self,
+            mesh=self.stage_mesh(stage),
+            parameters=keep(self.parameters),
+            reshard_after_forward=keep(self.reshard_after_forward),
+            gather_dtype=keep(self.gather_dtype),
+            output_plan=None,
+            activations=stream,
+            stages=None,
+        )
+
+    def assign_stages(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """The stage of each tensor that has one, from the names and shapes of a model's, in their order.
+
+        >>> shapes = {f"{n}.weight": (8, 8) for n in ("embed", "layers.0", "layers.1", "layers.2", "head")}
+        >>> plan = ModelPlan(Mesh.of(pp=2), {}, input_plan="replicated", stages="balanced")
+        >>> list(plan.assign_stages(shapes).values())
+        [0, 0, 0, 1, 1]
+        """
+        if self.stages is None:
+            return {}
+        if not isinstance(self.stages, Mapping):
+            return _balance_stages(shapes, self.stage_count)
+        paths = {name: [name[: m.start()] for m in re.finditer(r"\.", name)] + [name] for name in shapes}
+        listed = sorted({path for several in paths.values() for path in several})
+        hits: dict[str, dict[int, str]] = {}
+        for pattern, stage in self.stages.items():
+            matcher = _compile_pattern(pattern)
+            if not any(matcher.fullmatch(path) for path in listed):
+                near = ", ".join(_find_similar_names(pattern, listed)) or "nothing"
+                raise PlanError(f"stages: the pattern {pattern!r} matches no module or parameter; near it: {near}")
+            for name, several in paths.items():
+                if any(matcher.fullmatch(path) for path in several):
+                    hits.setdefault(name, {}).setdefault(stage, pattern)
+        for name, found in hits.items():
+            if len(found) > 1:
+                both = " and ".join(f"{stage} ({pattern!r})" for stage, pattern in found.items())
+                raise PlanError(f"stages: {name} is in the stages {both}; a parameter has one stage")
+        return {name: next(iter(found)) for name, found in hits.items()}
 
     def activation_placements(self, text: str) -> dict[str, Placement]:
         """What a text of `activations` says of the axes that it names."""
-        return read_by_axis(text, self.mesh, self.axis, self.lengths)
+        return read_by_axis(text, self.stage_mesh(0), self.axis, self.lengths)
 
     def pinned_axes(self, spec: MeshSpec) -> frozenset[str]:
         """The axes along which a parameter of such a spec is never moved.
@@ -366,7 +459,8 @@ class ModelPlan:
         """
         texts = self.activations.values() if isinstance(self.activations, Mapping) else (self.activations,)
         named = {axis for text in texts if text is not None for axis in self.activation_placements(text)}
-        split = {a for a, p in zip(self.mesh.axes, self.input_placements or (), strict=False) if isinstance(p, Shard)}
+        inputs = zip(self.stage_mesh(0).axes, self.input_placements or (), strict=False)
+        split = {axis for axis, placement in inputs if isinstance(placement, Shard)}
         by_axis = zip(spec.mesh.axes, spec.placements, strict=True)
         return frozenset(a for a, p in by_axis if a in named - split and isinstance(p, Shard))
 
@@ -435,6 +529,8 @@ class ModelPlan:
         data |= {"pad_inputs": dict(self.pad_inputs)} if self.pad_inputs else {}
         if self.activations is not None:
             data["activations"] = self.activations if isinstance(self.activations, str) else dict(self.activations)
+        if self.stages is not None:
+            data["stages"] = dict(self.stages) if isinstance(self.stages, Mapping) else self.stages
         return data | {"parameters": dict(self.parameters)}
 
     def __str__(self) -> str:
@@ -444,50 +540,47 @@ class ModelPlan:
     def specs(self, module: nn.Module) -> dict[str, MeshSpec]:
         """The spec of every parameter; raises `PlanError` with all that does not fit."""
         tensors = dict(module.named_parameters(remove_duplicate=False))
-        matched = match_patterns(self.parameters, list(tensors))
-        problems: list[str] = []
-        found: dict[str, MeshSpec] = {}
-        for name, tensor in tensors.items():
-            spec = self._spec(name, tuple(tensor.shape), matched.get(name), problems)
-            if spec is not None:
-                found[name] = spec
-        problems += _unify_shared_specs(tensors, found, matched)
-        if problems:
-            raise PlanError("\n".join(problems))
-        return found
+        return self.specs_of({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors)
 
-    def specs_of(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, MeshSpec]:
+    def specs_of(
+        self, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor] | None = None
+    ) -> dict[str, MeshSpec]:
         """The spec of every tensor of these names and shapes, as for the parameters of a model.
+
+        `tensors`: by the same names, to find those that have several.
 
         >>> ModelPlan(Mesh.of(tp=2), {"*.weight": "S(0)"}).specs_of({"up.weight": (8, 4), "up.bias": (8,)})["up.bias"]
         MeshSpec(tp=2, (Replicate(),))
         """
         matched = match_patterns(self.parameters, list(shapes))
-        problems: list[str] = []
-        found = {name: self._spec(name, shape, matched.get(name), problems) for name, shape in shapes.items()}
+        stages = self.assign_stages(shapes)
+        problems: list[str] = _check_all_have_stages(shapes, stages) if self.stages is not None else []
+        found: dict[str, MeshSpec] = {}
+        for name, shape in shapes.items():
+            pattern, mesh = matched.get(name), self.stage_mesh(stages.get(name, 0))
+            try:
+                spec = self._parse_spec(REPLICATED if pattern is None else self.parameters[pattern], mesh)
+                spec.layout(shape)
+                found[name] = spec
+            except LayoutError as error:
+                problems.append(f"{name} ({pattern!r}): {error}")
+        problems += _unify_shared_specs(tensors or {}, found, matched)
         if problems:
             raise PlanError("\n".join(problems))
-        return {name: spec for name, spec in found.items() if spec is not None}
+        return found
 
-    def _spec(self, name: str, shape: tuple[int, ...], pattern: str | None, problems: list[str]) -> MeshSpec | None:
-        try:
-            spec = self.replicated if pattern is None else self._parse_pattern_spec(self.parameters[pattern])
-            spec.layout(shape)
-        except LayoutError as error:
-            problems.append(f"{name} ({pattern!r}): {error}")
-            return None
-        return spec
-
-    def _parse_pattern_spec(self, text: str) -> MeshSpec:
-        placements = read_placements(text, self.mesh, self.axis, self.lengths)
+    def _parse_spec(self, text: str, mesh: Mesh) -> MeshSpec:
+        if text == REPLICATED:
+            return MeshSpec(mesh, (Replicate(),) * mesh.ndim)
+        placements = read_placements(text, mesh, self.axis, self.lengths)
         if any(isinstance(p, Partial) for p in placements):
             raise LayoutError(f"{text!r}: a parameter is sharded or replicated, never pending")
-        return MeshSpec(self.mesh, placements)
+        return MeshSpec(mesh, placements)
 
     @property
     def replicated(self) -> MeshSpec:
-        """The spec of parameters without a pattern, and of buffers."""
-        return MeshSpec(self.mesh, (Replicate(),) * self.mesh.ndim)
+        """The spec of parameters without a pattern, and of buffers, of the first stage."""
+        return self._parse_spec(REPLICATED, self.stage_mesh(0))
 
     def layouts(self, module: nn.Module) -> Iterator[tuple[str, Tensor, Layout]]:
         """The name, the tensor and the layout of each parameter, a shared one once."""
@@ -525,6 +618,12 @@ def _unify_shared_specs(
         names.setdefault(id(tensor), []).append(name)
     problems = []
     for shared in (several for several in names.values() if len(several) > 1):
+        if len({specs[n].mesh for n in shared if n in specs}) > 1:
+            problems.append(
+                f"{' and '.join(shared)} are one parameter, and are in different stages; give them the same stage, or "
+                "make them two (for transformers: tie_word_embeddings=False)"
+            )
+            continue
         asked = {specs[n] for n in shared if n in matched and n in specs}
         if len(asked) > 1:
             listed = "; ".join(f"{n}: {matched[n]!r}" for n in shared if n in matched)
@@ -564,6 +663,92 @@ def _write_dtypes(given: Any) -> Any:
 def _check_bytes(given: Any) -> None:
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
         raise PlanError(f"prefetch_bytes is a number of bytes, 0 for none, or None; got {given!r}")
+
+
+def _check_stages(plan: ModelPlan) -> None:
+    given, mesh = plan.stages, plan.mesh
+    if STAGE_AXIS not in mesh.axes:
+        raise PlanError(f"stages are along an axis {STAGE_AXIS!r} of the mesh, as in Mesh.of(pp=2, dp=4); got {mesh}")
+    if plan.input_plan is None:
+        raise PlanError(f"stages need an input_plan, such as {REPLICATED!r} or 'dp: S(0)'")
+    ranks = mesh.axis_size(STAGE_AXIS)
+    numbers = list(given.values()) if isinstance(given, Mapping) else [given]
+    if given != BALANCED and (not numbers or any(type(n) is not int or n < 0 for n in numbers)):
+        raise PlanError(
+            f"stages is {BALANCED!r}, a number of stages, or maps patterns to numbers from 0, as in {{'embed': 0, "
+            f"'layers.{{0-15}}': 0, 'layers.{{16-31}}': 1, 'head': 1}}; got {given!r}"
+        )
+    if isinstance(given, Mapping) and (missing := sorted(set(range(plan.stage_count)) - set(numbers))):
+        raise PlanError(f"stages: no pattern has stage {missing[0]}, and the last is {plan.stage_count - 1}")
+    if plan.stage_count < ranks or plan.stage_count % ranks:
+        raise PlanError(
+            f"stages: {plan.stage_count} stages on pp={ranks}; each rank has equally many, so use a multiple of {ranks}"
+        )
+
+
+def _balance_stages(shapes: Mapping[str, tuple[int, ...]], count: int) -> dict[str, int]:
+    """Contiguous layers of about equal sizes for each stage; what comes before and after them is in the outer ones.
+
+    Layers are those numbers of a path that have most elements. Matrices after them (a head) are work too; those before
+    them are tables.
+    """
+    layers, lists = dict[str, tuple[str, int]](), dict[str, int]()
+    for name, shape in shapes.items():
+        parts = name.split(".")
+        at = next((i for i, part in enumerate(parts[:-1]) if part.isdecimal()), None)
+        if at is not None:
+            layers[name] = ".".join(parts[:at]), int(parts[at])
+            lists[layers[name][0]] = lists.get(layers[name][0], 0) + prod(shape)
+    path = max(lists, key=lambda key: lists[key], default="")
+    sizes: dict[int, int] = {}
+    for name, (where, number) in layers.items():
+        if where == path:
+            sizes[number] = sizes.get(number, 0) + prod(shapes[name]) * (len(shapes[name]) > 1)
+    if len(sizes) < count:
+        raise PlanError(
+            f"stages: {count} balanced stages need as many layers in one list, and {path or 'the model'!r} has "
+            f"{len(sizes)}; pass a mapping of patterns to stages"
+        )
+    names = list(shapes)
+    first = next(i for i, name in enumerate(names) if layers.get(name, ("",))[0] == path and name in layers)
+    inside = {name: number for name, (where, number) in layers.items() if where == path}
+    after = sum(prod(shapes[n]) for n in names[first:] if n not in inside and len(shapes[n]) > 1)
+    stage_of = dict(zip(sorted(sizes), _cut_into_runs([sizes[n] for n in sorted(sizes)], after, count), strict=True))
+    return {
+        name: stage_of[inside[name]] if name in inside else (0 if i < first else count - 1)
+        for i, name in enumerate(names)
+    }
+
+
+def _cut_into_runs(sizes: Sequence[int], after: int, count: int) -> list[int]:
+    """The number of the run of each size if the largest run, the last one with `after` besides, is to be small.
+
+    >>> _cut_into_runs([4, 4, 4, 4], 4, 2)
+    [0, 0, 1, 1]
+    >>> _cut_into_runs([4, 4, 4, 4], 6, 2)
+    [0, 0, 0, 1]
+    """
+    total = [0, *accumulate(sizes)]
+    best = {len(sizes): (after, [len(sizes)])}  # what the runs from here on need, and where they end
+    for left in range(1, count + 1):
+        found = {}
+        for start in range(count - left, len(sizes) - left + 1):
+            ends = range(start + 1, len(sizes) - left + 2) if left > 1 else (len(sizes),)
+            costs = [
+                (max(best[end][0], total[end] - total[start]) if left > 1 else total[end] - total[start] + after, end)
+                for end in ends
+            ]
+            cost, end = min(costs)
+            found[start] = cost, [end, *(best[end][1] if left > 1 else ())]
+        best = found
+    return [run for run, (a, b) in enumerate(pairwise([0, *best[0][1]])) for _ in range(a, b)]
+
+
+def _check_all_have_stages(shapes: Mapping[str, tuple[int, ...]], stages: Mapping[str, int]) -> list[str]:
+    left = [name for name in shapes if name not in stages]
+    if not left:
+        return []
+    return [f"stages: {', '.join(left[:5])}{' ...' * (len(left) > 5)}: {len(left)} parameters have no stage"]
 
 
 def _check_output_plan(output_plan: object, input_plan: object) -> None:

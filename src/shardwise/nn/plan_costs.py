@@ -21,6 +21,7 @@ A planner that places whole tables and splits those that do not fit, so that ran
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from shardwise._text import draw_html
 from shardwise.geometry import Box, EnumerableSpec, Layout, MeshSpec, Piece, Placement, Replicate, Shard
 from shardwise.geometry.notation import format_placement
-from shardwise.nn.plan import ModelPlan, ShardingPlan, ShardingPlanner, is_linear, owners_of
+from shardwise.nn.plan import STAGE_AXIS, ModelPlan, ShardingPlan, ShardingPlanner, is_linear, owners_of
 from shardwise.transfer.transfer import format_bytes
 
 MOST_WHOLE = 4  # shown of the parameters that stay whole
@@ -44,7 +45,7 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One parameter; `count` of them in a table where equal layers are one row."""
+    """One parameter; `count` of them in a table where equal layers are one row; `place` is that of its stage."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,6 +55,7 @@ class PlanRow:
     gradient_bytes: int
     row_bytes: int
     whole_bytes: int
+    place: int = 0
     count: int = 1
 
     @property
@@ -102,17 +104,24 @@ class PlanTable:
     @property
     def rank_bytes(self) -> int:
         """The bytes of parameters on the fullest rank."""
-        return sum(row.rank_bytes for row in self.rows)
+        return self._most("rank_bytes")
 
     @property
     def gradient_bytes(self) -> int:
         """The bytes that the busiest rank receives for gradients in a step."""
-        return sum(row.gradient_bytes for row in self.rows)
+        return self._most("gradient_bytes")
 
     @property
     def row_bytes(self) -> int:
         """The bytes that the busiest rank receives for activations, for each row of the layers' inputs."""
-        return sum(row.row_bytes for row in self.rows)
+        return self._most("row_bytes")
+
+    def _most(self, name: str) -> int:
+        """The largest sum of any place along the axis of stages."""
+        sums = Counter[int]()
+        for row in self.rows:
+            sums[row.place] += getattr(row, name)
+        return max(sums.values(), default=0)
 
     def folded(self) -> tuple[PlanRow, ...]:
         """The rows with equal layers folded: 'blocks.{0-79}.up.weight'."""
@@ -186,6 +195,7 @@ def _make_plan_row(plan: ModelPlan, name: str, owners: list[nn.Module], layout: 
         round(sum(count for _, count in gradient_bytes_by_axis(plan, spec, held))),
         round(sum(b for owner in owners for b in _row_bytes(plan, spec, owner, layout.shape)) * itemsize),
         layout.numel * itemsize,
+        0 if plan.stages is None else plan.mesh.coordinates(int(spec.mesh.ranks.reshape(-1)[0]))[STAGE_AXIS],
     )
 
 

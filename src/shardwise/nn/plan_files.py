@@ -46,6 +46,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "lengths": (dict,),
     "pad_inputs": (dict,),
     "activations": (str, dict),
+    "stages": (str, int, dict),
     "parameters": (dict,),
     "shapes": (dict,),
 }

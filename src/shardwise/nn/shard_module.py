@@ -72,8 +72,10 @@ from shardwise.nn.plan import (
 )
 from shardwise.nn.plan_costs import find_cut_heads
 from shardwise.nn.plan_files import load_plan
+from shardwise.nn.stages import CountRandom, find_units, take_stages
 from shardwise.ops.unshard import ALWAYS, AUTOMATIC, copy_mark, mark_for_resharding, pin_parameter, register_prefetch
 from shardwise.tensor.creation import empty, shard
+from shardwise.tensor.random import next_stream
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.transfer.transfer import format_bytes
 
@@ -89,6 +91,16 @@ class MissingValues:
         self.module, self.init = module, init
         self.owners = {path: part for path, part in module.named_modules() if _meta_names(part)}
         self.buffers: dict[str, Tensor] = {}
+        self.elsewhere: dict[str, int] = {}  # owners in stages of other ranks, and how many random tensors they take
+
+    def leave_stages(self, whole: nn.Module, comm: Comm) -> None:
+        """Leave what is in stages of other ranks out, after its tensors left the module; `whole` has no values."""
+        self.comm = comm
+        for path, part in self.owners.items():
+            if not _meta_names(part):
+                with CountRandom() as counted:
+                    _reset(whole.get_submodule(path))
+                self.elsewhere[path] = counted.count
 
     def find_sources(self) -> None:
         """Make buffers again; raise if something can get no values. The model stays as it is."""
@@ -111,8 +123,11 @@ class MissingValues:
         if not self.owners:
             return
         if self.init is None:
-            for part in self.owners.values():
-                _reset(part)
+            for path, part in self.owners.items():
+                for _ in range(self.elsewhere.get(path, 0)):  # the next tensor is that of the whole model
+                    next_stream(self.comm, fields={}, label="reset_parameters of other stages")
+                if path not in self.elsewhere:
+                    _reset(part)
         else:
             self._reset_owners_of_lost_buffers()
         self._fill_buffers(lambda part, name: name in part._non_persistent_buffers_set)
@@ -122,7 +137,7 @@ class MissingValues:
 
     def _reset_owners_of_lost_buffers(self) -> None:
         """Run `reset_parameters` where a buffer is in no checkpoint and no constructor made it."""
-        for path, part in self.owners.items():
+        for path, part in ((p, m) for p, m in self.owners.items() if p not in self.elsewhere):
             lost = [n for n in part._non_persistent_buffers_set if _is_without_values(part._buffers[n])]
             if any(_join(path, name) not in self.buffers for name in lost):
                 _reset(part)
@@ -481,7 +496,11 @@ def shard_module(
     check_on_all_ranks(comm, check)
     heads = find_cut_heads(plan, module) if isinstance(plan, ModelPlan) else []
     before = dict(module.named_parameters(remove_duplicate=False))
-    if isinstance(plan, ModelPlan):
+    if isinstance(plan, ModelPlan) and plan.stages is not None:
+        staged = take_stages(module, plan, comm)
+        missing.leave_stages(staged.skeleton, staged.comm)
+        shard_by_patterns(module, staged.inner, 0, staged.comm)
+    elif isinstance(plan, ModelPlan):
         shard_by_patterns(module, plan, src_rank, comm)
     else:
         _shard_by_names(module, plan, src_rank, process_group)
@@ -582,6 +601,8 @@ def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFie
     """Check a plan by patterns against a model and ranks; return what ranks compare of it."""
     specs = plan.specs(module)
     plan.resharded(module), plan.gather_dtypes(module), plan.activation_modules(module)
+    if plan.stages is not None:
+        find_units(module, plan.assign_stages({name: layout.shape for name, _, layout in plan.layouts(module)}))
     check_mesh(plan.mesh, comm, whole=plan.input_plan is not None)
     layouts = lay_out_specs(specs, dict(module.named_parameters(remove_duplicate=False)))
     return {
@@ -594,6 +615,7 @@ def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFie
         "gather_dtype": str(plan.gather_dtype),
         "pad_inputs": dict(plan.pad_inputs or {}),
         "activations": str(plan.activations),
+        "stages": str(plan.stages),
     }
 
 

@@ -50,7 +50,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
@@ -63,6 +62,7 @@ from shardwise.comm.stand_in import StandInComm
 from shardwise.geometry.notation import DType, find_dtype
 from shardwise.nn.plan import ModelPlan, PlanError, match_patterns
 from shardwise.nn.shard_module import shard_by_patterns
+from shardwise.nn.stages import NoValues
 from shardwise.ops.dispatch_cache import note_special
 from shardwise.ops.implicit_replication import plain_as_replicated
 from shardwise.ops.registration import register_sharding, remove_sharding
@@ -99,8 +99,6 @@ _ARGUMENTS = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask=None, float dropout_p=0.0, bool is_causal=False, *, "
     "float? scale=None, bool enable_gqa=False) -> Tensor"
 )
-_READS_VALUES = (Tensor.item, Tensor.__bool__, Tensor.__contains__)  # checks of padding, layers left out at random
-_ALL, _OF_ALL = (Tensor.all, torch.all), "_holds_for_all"
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
@@ -171,23 +169,6 @@ _SHORT = {"query": "q", "key": "k", "value": "v", "attn_mask": "mask"}
 def _drops_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether attention drops weights at random: it is computed step by step then."""
     return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
-
-
-class NoValues(TorchFunctionMode):
-    """Answers questions about values, of which there are none: no padding, no layer is left out.
-
-    What holds for `all` elements is taken to hold, as in "no sequence is packed": that is how models ask for the usual.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _READS_VALUES:
-            return func is Tensor.__bool__ and _OF_ALL in args[0].__dict__
-        result = func(*args, **(kwargs or {}))
-        if func in _ALL and isinstance(result, Tensor):
-            result.__dict__[_OF_ALL] = True
-        return result
 
 
 def count_attention_flops(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> int:
@@ -414,6 +395,8 @@ def rehearse(
     >>> found.flops, [(m.record.label, m.backward) for m in found.moves]
     (128, [])
     """
+    if plan.stages is not None:
+        raise PlanError("a plan with stages has no step of a whole model: leave out its stages and the axis pp")
     dtype: torch.dtype | None = None if computed is None else getattr(torch, computed.torch_name)
     twin = copy_to_meta(model, dtype)
     ranks = tuple(sorted(plan.mesh.ranks.reshape(-1).tolist()))
