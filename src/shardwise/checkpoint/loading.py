@@ -86,6 +86,12 @@ class MatchedState:
     unexpected: Sequence[str] = ()
     own: Sequence[str] = ()
 
+    @property
+    def digest(self) -> str:
+        """What ranks compare of the tensors that they load."""
+        leaves, stored = [leaf for leaf, _ in self.tensors], [entry.name for _, entry in self.tensors]
+        return checksum(json.dumps([describe_state(None, leaves), stored]).encode())
+
 
 def match_state(
     index: Index,
@@ -236,8 +242,7 @@ def load(
     All ranks of the comm call it. Numbers and strings are replaced by the stored ones. Modules, optimizers and other
     objects with `load_state_dict` get what is stored for them; state that an optimizer does not have yet is made.
 
-    - `strict`: every entry of the state is stored, and all that is stored is in the state of a rank; else what both
-      have is loaded.
+    - `strict`: every entry of the state is stored, and all that is stored is in a rank's state; else what both have.
     - `names`: a dict or function from names in the state to stored names; None for a name leaves the entry as it is.
       Or a `NameMap`: the checkpoint is loaded as what it makes of it, with tensors split, fused and transposed.
     - `cast`: convert dtypes; else a dtype that differs is an error.
@@ -264,15 +269,11 @@ def load(
         )
         asked = None
         if found is not None:
-            asked = [found[0].digest, verify, cast, _digest_wanted(found[1].tensors), bool(found[2]), version]
-            asked.append(list(found[1].unexpected))
+            asked = [found[0].digest, verify, cast, found[1].digest, bool(found[2]), version, found[1].unexpected]
         everyone = gather_or_raise(comm, asked, problem, LOAD_LABEL)
         store, matched, objects = found
         try:
-            if _agree_on_load(comm, everyone, before):
-                # Stages of a pipeline have other parts of a model on other ranks.
-                if left := set(everyone[0][6]).intersection(*(one[6] for one in everyone)):
-                    raise _misfit_error([], [n for n in matched.unexpected if n in left], matched.own)
+            if _agree_on_load(comm, everyone, before, matched):
                 loader = Loader(store, matched.tensors, comm, shared=len({one[3] for one in everyone}) == 1)
                 first = comm.rank == comm.ranks[0]
                 with show_progress(progress, "loading", loader.bytes_to_read(), first=first) as meter:
@@ -333,12 +334,7 @@ def _finish_objects(objects: Sequence[ObjectLoad], values: Mapping[str, Scalar])
         each.finish()
 
 
-def _digest_wanted(tensors: Sequence[tuple[Leaf, TensorEntry]]) -> str:
-    text = json.dumps([describe_state(None, [leaf for leaf, _ in tensors]), [entry.name for _, entry in tensors]])
-    return checksum(text.encode())
-
-
-def _agree_on_load(comm: Comm, everyone: Sequence[Any], before: Sequence[Any]) -> bool:
+def _agree_on_load(comm: Comm, everyone: Sequence[Any], before: Sequence[Any], matched: MatchedState) -> bool:
     """Whether all ranks load the same; False if a save replaced the checkpoint after some of them had opened it."""
     for number, what in ((1, "verify"), (2, "cast"), (5, "version"), (0, "the checkpoint")):
         for rank, asked in zip(comm.ranks, everyone, strict=True):
@@ -346,7 +342,12 @@ def _agree_on_load(comm: Comm, everyone: Sequence[Any], before: Sequence[Any]) -
                 raise CheckpointError(
                     f"load: {what} is not the same on ranks {comm.ranks[0]} and {rank}; pass the same path and options"
                 )
-    return len({one[0] for one in everyone}) == 1
+    if len({one[0] for one in everyone}) > 1:
+        return False
+    # Stages of a pipeline have other parts of a model on other ranks.
+    if left := set(everyone[0][6]).intersection(*(one[6] for one in everyone)):
+        raise _misfit_error([], [name for name in matched.unexpected if name in left], matched.own)
+    return True
 
 
 @dataclass(frozen=True, eq=False, slots=True)
