@@ -45,7 +45,7 @@ def mute_failures(comm: ProcessGroupComm) -> None:
     engine: Any = comm._engine
     links = engine._calls._links
     send = links.send
-    links.send = lambda r, kind, *rest: None if kind is FrameKind.FAILED else send(r, kind, *rest)
+    links.send = lambda r, kind, *rest, **how: None if kind is FrameKind.FAILED else send(r, kind, *rest, **how)
 
 
 def reduce_into(comm: ProcessGroupComm, mine: torch.Tensor, into: torch.Tensor) -> None:

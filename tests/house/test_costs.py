@@ -36,9 +36,9 @@ MOST = {  # calls, exchanges, bytes
     "x @ w, backward": (110, 0, 0),
     "x += 1": (8, 0, 0),
     "pending sum": (1, 0, 0),
-    "move": (360, 1, 128),
-    "gather": (220, 1, 256),
-    "step": (1450, 3, 1088),
+    "move": (325, 1, 128),
+    "gather": (195, 1, 256),
+    "step": (1400, 3, 1088),
 }
 
 

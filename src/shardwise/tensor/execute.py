@@ -40,7 +40,7 @@ from shardwise.geometry import Box, Reduction
 from shardwise.geometry.mesh import IntArray
 from shardwise.tensor.parts import (
     LOW_PRECISION_BYTES,
-    Message,
+    BoxPlace,
     RowPart,
     accumulation_dtype,
     work_out_rank_part,
@@ -53,7 +53,7 @@ from shardwise.tensor.recorder import (
     recorders,
     user_line,
 )
-from shardwise.transfer import BoxMessage, Step
+from shardwise.transfer import Step
 
 if TYPE_CHECKING:
     from shardwise.tensor.move import Move
@@ -519,6 +519,11 @@ def view_box(tensor: Tensor, box: Box) -> Tensor:
     return tensor if box.sizes == tensor.shape else tensor[box.slices]
 
 
+def _view(tensor: Tensor, at: tuple[slice, ...] | None) -> Tensor:
+    """A box of a tensor as a view, or the tensor itself."""
+    return tensor if at is None else tensor[at]
+
+
 class _StepRun:
     """One step of one tensor on this rank."""
 
@@ -530,36 +535,37 @@ class _StepRun:
         dtype = accumulation_dtype(move.dtype) if self.part.reducing else move.dtype
         in_place = self.step.in_place
         self.targets = list(sources) if in_place else _make_targets(into, self.part.shapes, dtype, self.device)
-        self.arrived: list[tuple[Tensor, Message]] = []
+        self.arrived: list[tuple[Tensor, Sequence[BoxPlace]]] = []
         self.staged: list[Tensor] = []
 
     def outgoing(self, number: int) -> dict[int, list[Tensor]]:
         """The messages this rank sends in a round, by peer."""
-        edges = self.part.sends.get(number, {})
+        edges = self.part.sent_places.get(number, {})
         return {peer: [self._pack(message) for message in cut] for peer, cut in edges.items()}
 
-    def _pack(self, message: Message) -> Tensor:
-        views = [view_box(self.sources[m.slot], m.box) for m in message]
-        if len(views) == 1 and views[0].is_contiguous():
-            return views[0]
+    def _pack(self, message: Sequence[BoxPlace]) -> Tensor:
+        first = _view(self.sources[message[0].slot], message[0].at)
+        if len(message) == 1 and first.is_contiguous():
+            return first
         buffer = self._buffer(message)
-        position = 0
-        for view in views:
-            buffer[position : position + view.numel()].view(view.shape).copy_(view)
-            position += view.numel()
+        if len(message) == 1:
+            buffer.view(message[0].sizes).copy_(first)
+            return buffer
+        for one in message:
+            buffer[one.run].view(one.sizes).copy_(_view(self.sources[one.slot], one.at))
         return buffer
 
-    def _buffer(self, message: Message) -> Tensor:
-        buffer = staging_pool.take(sum(m.box.numel for m in message), self.move.dtype, self.device)
+    def _buffer(self, message: Sequence[BoxPlace]) -> Tensor:
+        buffer = staging_pool.take(message[-1].run.stop, self.move.dtype, self.device)
         self.staged.append(buffer)
         return buffer
 
     def incoming(self, number: int) -> dict[int, list[Tensor]]:
         """Where this rank receives in a round, by peer: destination memory where it is one run, else buffers."""
         places: dict[int, list[Tensor]] = {}
-        for peer, cut in self.part.receives.get(number, {}).items():
+        for peer, cut in self.part.received_places.get(number, {}).items():
             for message in cut:
-                place = view_box(self.targets[message[0].slot], message[0].box)
+                place = _view(self.targets[message[0].slot], message[0].at)
                 if len(message) != 1 or self.part.reducing or not place.is_contiguous():
                     place = self._buffer(message)
                     self.arrived.append((place, message))
@@ -584,8 +590,8 @@ class _StepRun:
     def local_pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Targets and sources of this rank's own copies, of a step that reduces nothing."""
         return [
-            (view_box(self.targets[c.dst_slot], c.dst_box), view_box(self.sources[c.src_slot], c.src_box))
-            for c in self.part.copies
+            (_view(self.targets[to], at), _view(self.sources[source], there))
+            for to, at, source, there in self.part.copied_places
         ]
 
     def take_lent(self, number: int, boxes: Mapping[int, Iterator[Tensor]]) -> None:
@@ -603,31 +609,24 @@ class _StepRun:
     def copy_locally(self) -> None:
         """Copies within this rank, and fills; a reduction starts from them, or from its identity."""
         self.fill()
-        own = sum(c.dst_box.numel for c in self.part.copies)
-        if self.part.reducing and own != sum(t.numel() for t in self.targets):
+        if self.part.reducing and not self.part.is_filled_by_copies:
             for target in self.targets:
                 target.fill_(reduction_identity(self.step.op or "sum", target.dtype))
-            for copy in self.part.copies:
-                self._combine(
-                    view_box(self.targets[copy.dst_slot], copy.dst_box),
-                    view_box(self.sources[copy.src_slot], copy.src_box),
-                )
+            for target, source in self.local_pairs():
+                self._combine(target, source)
             return
-        for copy in self.part.copies:
-            whole = view_box(self.targets[copy.dst_slot], copy.dst_box)
-            for target, source in cut_for_one_thread(whole, view_box(self.sources[copy.src_slot], copy.src_box)):
+        for whole, term in self.local_pairs():
+            for target, source in cut_for_one_thread(whole, term):
                 target.copy_(source)
 
     def settle(self) -> None:
         """Put in place what arrived in buffers, in order of terms."""
-        parts: list[tuple[BoxMessage, Tensor]] = []
+        parts: list[tuple[BoxPlace, Tensor]] = []
         for buffer, message in self.arrived:
-            flat, position = buffer.reshape(-1), 0
-            for one in message:
-                parts.append((one, flat[position : position + one.box.numel].view(one.box.sizes)))
-                position += one.box.numel
-        parts.sort(key=lambda pair: pair[0].term)
-        self._combine_pairs([(view_box(self.targets[one.slot], one.box), part) for one, part in parts])
+            parts += [(one, (buffer if len(message) == 1 else buffer[one.run]).view(one.sizes)) for one in message]
+        if self.part.reducing:
+            parts.sort(key=lambda pair: pair[0].term)
+        self._combine_pairs([(_view(self.targets[one.slot], one.at), part) for one, part in parts])
         self.arrived.clear()
         staging_pool.give_back(self.staged)
         self.staged.clear()

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, combinations, groupby
-from typing import Literal, TypeAlias
+from itertools import accumulate, chain, combinations, groupby
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -41,18 +41,32 @@ Message: TypeAlias = tuple[BoxMessage, ...]
 MessagesByRound: TypeAlias = Mapping[int, Mapping[int, Sequence[Message]]]
 BoxSlices: TypeAlias = tuple[int, tuple[slice, ...], int]
 """A box of a local tensor: which tensor, where in it, and which term of a reduction."""
+
+
+class BoxPlace(NamedTuple):
+    """A box of a local tensor, and where it is in its message; `at` is None where it is the whole tensor."""
+
+    slot: int
+    at: tuple[slice, ...] | None
+    run: slice
+    sizes: tuple[int, ...]
+    term: int
+
+
+PlacesByRound: TypeAlias = Mapping[int, Mapping[int, Sequence[Sequence[BoxPlace]]]]
 TensorBox: TypeAlias = tuple[int, int, tuple[slice, ...] | None]
 """A box of a rank's local tensor: the rank's index, which tensor, where in it; None is the whole."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankPart:
-    """A rank's messages by round and peer, its local copies and fills, and the shapes of its destination tensors."""
+    """A rank's messages by round and peer, its local copies and fills, and the shapes of its tensors."""
 
     sends: MessagesByRound
     receives: MessagesByRound
     copies: Sequence[Copy]
     fills: Sequence[tuple[int, Box]]
+    src_shapes: Sequence[tuple[int, ...]]
     shapes: Sequence[tuple[int, ...]]
     reducing: bool
 
@@ -65,6 +79,34 @@ class RankPart:
     def received_slices(self) -> Mapping[int, Mapping[int, Sequence[BoxSlices]]]:
         """The boxes that are received, by round and peer."""
         return _list_slices(self.receives)
+
+    @cached_property
+    def sent_places(self) -> PlacesByRound:
+        """The messages that are sent, by round and peer, as places in local tensors and in the message."""
+        return _list_places(self.sends, self.src_shapes)
+
+    @cached_property
+    def received_places(self) -> PlacesByRound:
+        """The messages that are received."""
+        return _list_places(self.receives, self.shapes)
+
+    @cached_property
+    def copied_places(self) -> Sequence[tuple[int, tuple[slice, ...] | None, int, tuple[slice, ...] | None]]:
+        """The copies within the rank: a destination tensor and where in it, a source and where in it."""
+        return [
+            (
+                c.dst_slot,
+                _cut_out(c.dst_box, self.shapes[c.dst_slot]),
+                c.src_slot,
+                _cut_out(c.src_box, self.src_shapes[c.src_slot]),
+            )
+            for c in self.copies
+        ]
+
+    @cached_property
+    def is_filled_by_copies(self) -> bool:
+        """Whether the copies within the rank reach as many elements as its destination tensors have."""
+        return sum(c.dst_box.numel for c in self.copies) == sum(Box.whole(shape).numel for shape in self.shapes)
 
     @cached_property
     def separate_rounds(self) -> frozenset[int]:
@@ -85,6 +127,27 @@ def _list_slices(messages: MessagesByRound) -> Mapping[int, Mapping[int, Sequenc
         }
         for number, edges in messages.items()
     }
+
+
+def _list_places(messages: MessagesByRound, shapes: Sequence[tuple[int, ...]]) -> PlacesByRound:
+    return {
+        number: {peer: [_place_boxes(message, shapes) for message in cut] for peer, cut in edges.items()}
+        for number, edges in messages.items()
+    }
+
+
+def _place_boxes(message: Message, shapes: Sequence[tuple[int, ...]]) -> list[BoxPlace]:
+    ends = [*accumulate(m.box.numel for m in message)]
+    runs = [slice(end - m.box.numel, end) for m, end in zip(message, ends, strict=True)]
+    return [
+        BoxPlace(m.slot, _cut_out(m.box, shapes[m.slot]), run, m.box.sizes, m.term)
+        for m, run in zip(message, runs, strict=True)
+    ]
+
+
+def _cut_out(box: Box, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+    """Where a box is in a tensor; None if it is the whole of it."""
+    return None if box.sizes == shape else box.slices
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -139,6 +202,7 @@ def work_out_rank_part(step: Step, rank: int, itemsize: int) -> RankPart:
         _group_by_round_and_peer(receives, itemsize),
         copies,
         step.fills_of(rank),
+        step.src.local_shapes(rank),
         shapes,
         reducing,
     )
@@ -256,7 +320,7 @@ def _list_copies(
 
 def _cut(box: tuple[int, int, Box], shapes: Sequence[tuple[int, ...]]) -> TensorBox:
     index, slot, place = box
-    return index, slot, None if place.sizes == shapes[slot] else place.slices
+    return index, slot, _cut_out(place, shapes[slot])
 
 
 _MAX_KEPT_ROWS = 1 << 16  # of a layout that is used again and again; rows of longer dims are worked out each time

@@ -33,8 +33,8 @@ def test_call_whose_lease_has_ended_never_ends(name: str, ended: bool) -> None:
     if name == "copy":
         operation = CopyOperation("move", 0, {1: [out.view(torch.uint8)]}, leases)
     kind, body = pack_offer([theirs.view(torch.uint8)])
+    assert kind is FrameKind.RANGES and isinstance(body, bytes)
     frame = Frame(1, kind, 1, operation.call, bytearray(body))
-    assert kind is FrameKind.RANGES
     if not ended:
         assert operation.accept(frame) == [1]
         assert operation.awaited() == set() and bool((out == (2.0 if name == "copy" else 3.0)).all())

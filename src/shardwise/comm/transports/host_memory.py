@@ -29,11 +29,13 @@ import os
 import secrets
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, starmap
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +46,7 @@ from shardwise.comm.flat_tensors import REDUCE_BLOCK_ELEMENTS, Edges, accumulate
 from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports.engine import Gatherer
 from shardwise.comm.transports.links import (
+    Body,
     Frame,
     FrameKind,
     LenderGoneError,
@@ -63,17 +66,15 @@ _BATCH_BYTES = 1 << 30
 _PR_SET_PTRACER = 0x59616D61
 _SECRET_BYTES = 16
 
+T = TypeVar("T")
 MemoryRange = tuple[int, int]
 """An address and a number of bytes."""
-
-
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+_LENGTH = itemgetter(1)
 
 
 def is_supported() -> bool:
     """Say whether this system has the call; only a trial shows whether it is allowed."""
-    return sys.platform == "linux" and hasattr(_libc(), "process_vm_readv")
+    return sys.platform == "linux" and hasattr(_LIBC, "process_vm_readv")
 
 
 def allow_readers(pids: Sequence[int]) -> None:
@@ -86,14 +87,14 @@ def allow_readers(pids: Sequence[int]) -> None:
     if not scope.exists() or scope.read_text().strip() != "1":
         return
     allowed = 0 if not pids else pids[0] if len(pids) == 1 else os.getppid()
-    _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(0 if allowed == 1 else allowed), 0, 0, 0)
+    _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(0 if allowed == 1 else allowed), 0, 0, 0)
 
 
 def read_memory(pid: int, source: Sequence[MemoryRange], target: Sequence[MemoryRange]) -> None:
     """Copy ranges of process `pid` into our own ranges of the same lengths, pair by pair; raise OSError if refused."""
     for remote, local in _batch_ranges(source, target):
-        wanted = sum(length for _, length in local)
-        got = _libc().process_vm_readv(pid, _io_vector(local), len(local), _io_vector(remote), len(remote), 0)
+        wanted = sum(map(_LENGTH, local))
+        got = _LIBC.process_vm_readv(pid, _io_vector(local), len(local), _io_vector(remote), len(remote), 0)
         if got != wanted:
             code = ctypes.get_errno() if got < 0 else 0
             raise OSError(code, f"read {max(got, 0)} of {wanted} bytes of process {pid}: {os.strerror(code)}")
@@ -103,6 +104,9 @@ def _batch_ranges(
     source: Sequence[MemoryRange], target: Sequence[MemoryRange]
 ) -> Iterator[tuple[list[MemoryRange], list[MemoryRange]]]:
     """Group the pairs so that one call neither holds too many ranges nor too many bytes."""
+    if len(source) == len(target) <= _BATCH_RANGES and sum(map(_LENGTH, source)) <= _BATCH_BYTES:
+        yield list(source), list(target)
+        return
     remote: list[MemoryRange] = []
     local: list[MemoryRange] = []
     total = 0
@@ -119,17 +123,15 @@ def _batch_ranges(
         yield remote, local
 
 
-def _io_vector(ranges: Sequence[MemoryRange]) -> ctypes.Array[_IoVec]:
-    return (_IoVec * len(ranges))(*(_IoVec(*each) for each in ranges))
-
-
-def _libc() -> ctypes.CDLL:
-    return _LIBC
+def _io_vector(ranges: Sequence[MemoryRange]) -> bytes:
+    """An array of struct iovec."""
+    return struct.pack(f"{2 * len(ranges)}N", *chain.from_iterable(ranges))
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 if hasattr(_LIBC, "process_vm_readv"):
     _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
+    _LIBC.process_vm_readv.argtypes = [ctypes.c_int, *[ctypes.c_char_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
 
 
 class MemoryLease:
@@ -158,26 +160,31 @@ class RemoteLease:
 
     def is_valid(self) -> bool:
         """Whether the secret is still there: reads it from the other process."""
-        seen = ctypes.create_string_buffer(_SECRET_BYTES)
         try:
-            read_memory(self.pid, [(self.address, _SECRET_BYTES)], [(ctypes.addressof(seen), _SECRET_BYTES)])
+            return self.read([], [])
         except OSError:
             return False
+
+    def read(self, source: Sequence[MemoryRange], target: Sequence[MemoryRange]) -> bool:
+        """Copy ranges of the process into our own, and the secret after them: whether it was there by then."""
+        seen = ctypes.create_string_buffer(_SECRET_BYTES)
+        secret, place = (self.address, _SECRET_BYTES), (ctypes.addressof(seen), _SECRET_BYTES)
+        read_memory(self.pid, [*source, secret], [*target, place])
         return seen.raw == self.secret
 
 
 _COUNT = struct.Struct("<I")
 _RANGE = struct.Struct("<QQ")
-_INLINE = 1 << 14
+_INLINE = 1 << 16  # one word between two processes takes as long as two more copies of so many bytes
 
 
-def pack_offer(tensors: Sequence[Tensor]) -> tuple[FrameKind, bytes]:
+def pack_offer(tensors: Sequence[Tensor]) -> tuple[FrameKind, Body]:
     """Return the message for some byte views: where they are or, if they are few bytes, the bytes as well."""
-    places = [(tensor.data_ptr(), len(tensor)) for tensor in tensors]
-    head = _COUNT.pack(len(places)) + b"".join(_RANGE.pack(*place) for place in places)
-    if sum(length for _, length in places) > _INLINE:
+    places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    head = _COUNT.pack(len(places)) + b"".join(starmap(_RANGE.pack, places))
+    if sum(map(_LENGTH, places)) > _INLINE:
         return FrameKind.RANGES, head
-    return FrameKind.DATA, head + b"".join(ctypes.string_at(*place) for place in places)
+    return FrameKind.DATA, (head, *(tensor.numpy().data for tensor in tensors))
 
 
 @dataclass(frozen=True)
@@ -186,38 +193,40 @@ class Offer:
 
     rank: int
     ranges: list[MemoryRange]
-    data: memoryview | None
+    data: ctypes.Array[ctypes.c_char] | None
     lease: RemoteLease
 
     @classmethod
     def of(cls, frame: Frame, lease: RemoteLease) -> Offer:
         """Read an offer from its message."""
         (count,) = _COUNT.unpack_from(frame.body)
-        ranges = [_RANGE.unpack_from(frame.body, _COUNT.size + i * _RANGE.size) for i in range(count)]
-        data = memoryview(frame.body)[_COUNT.size + count * _RANGE.size :] if frame.kind is FrameKind.DATA else None
-        return cls(frame.rank, ranges, data, lease)
+        end = _COUNT.size + count * _RANGE.size
+        ranges = list(_RANGE.iter_unpack(memoryview(frame.body)[_COUNT.size : end]))
+        came_along = (ctypes.c_char * (len(frame.body) - end)).from_buffer(frame.body, end)
+        return cls(frame.rank, ranges, came_along if frame.kind is FrameKind.DATA else None, lease)
 
     def copy(self, targets: Sequence[MemoryRange]) -> None:
-        """Copy the k-th range into the k-th target."""
+        """Copy the k-th range into the k-th target; raise unless what was copied is what was offered."""
         if self.data is None:
-            self._read(self.ranges, targets)
+            if not self._read(partial(self.lease.read, self.ranges, targets)):
+                raise LenderGoneError(self.rank)
             return
-        at = 0
+        at = ctypes.addressof(self.data)
         for address, length in targets:
-            ctypes.memmove(address, bytes(self.data[at : at + length]), length)
+            ctypes.memmove(address, at, length)
             at += length
 
     def copy_part(self, at: int, target: MemoryRange) -> None:
         """Copy some bytes of the only range, from byte `at` on."""
         address, length = target
         if self.data is None:
-            self._read([(self.ranges[0][0] + at, length)], [target])
+            self._read(partial(read_memory, self.lease.pid, [(self.ranges[0][0] + at, length)], [target]))
         else:
-            ctypes.memmove(address, bytes(self.data[at : at + length]), length)
+            ctypes.memmove(address, ctypes.addressof(self.data) + at, length)
 
-    def _read(self, source: Sequence[MemoryRange], target: Sequence[MemoryRange]) -> None:
+    def _read(self, read: Callable[[], T]) -> T:
         try:
-            read_memory(self.lease.pid, source, target)
+            return read()
         except OSError as error:
             raise TransportError(f"its memory cannot be read ({error.strerror or error})", (self.rank,)) from error
 
@@ -239,10 +248,9 @@ class CopyOperation(PeerCall):
     def take(self, frame: Frame) -> list[int]:
         """Copy into place."""
         given = Offer.of(frame, self._leases[frame.rank])
-        targets = [(tensor.data_ptr(), len(tensor)) for tensor in self._receives[frame.rank]]
+        targets = [(tensor.data_ptr(), tensor.nbytes) for tensor in self._receives[frame.rank]]
         _check_sizes(self.call, frame.rank, self._rank, given.ranges, targets)
         given.copy(targets)
-        given.confirm()
         return [frame.rank] if given.data is None else []
 
 
@@ -289,7 +297,7 @@ class ReduceOperation(PeerCall):
 
 
 def _check_sizes(call: str, src: int, dst: int, offered: Sequence[MemoryRange], wanted: Sequence[MemoryRange]) -> None:
-    theirs, ours = [length for _, length in offered], [length for _, length in wanted]
+    theirs, ours = list(map(_LENGTH, offered)), list(map(_LENGTH, wanted))
     if theirs != ours:
         raise different_sizes_error(call, src, dst, f"{theirs} bytes", str(ours))
 

@@ -48,8 +48,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from shardwise.comm.faults import TransportError
 from shardwise.comm.protocol import PendingWork, Work
@@ -72,8 +73,13 @@ class FrameKind(IntEnum):
     FAILED = 3  # the sender gives up, and why
 
 
-@dataclass(frozen=True)
-class Frame:
+_KINDS = tuple(FrameKind)
+_MOST_PARTS = 512  # of what waits for a socket, passed to it at once
+Body: TypeAlias = bytes | Sequence[bytes | memoryview]
+"""What a frame says, in one or several parts."""
+
+
+class Frame(NamedTuple):
     """One message from a rank."""
 
     rank: int
@@ -112,6 +118,10 @@ class PeerSockets:
         self._process_of = {fd: rank for rank in sockets if (fd := _open_process(pids[rank])) is not None}
         self._input = {rank: bytearray() for rank in sockets}
         self._output: dict[int, deque[memoryview]] = {rank: deque() for rank in sockets}
+        self._blocked, self._held = (
+            set[int](),
+            set[int](),
+        )  # whose sockets are full; to whom something is to be sent later
         self._arrived = memoryview(bytearray(_CHUNK))  # fresh memory for each message would cost more than its bytes
         self._poll = select.poll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -125,14 +135,28 @@ class PeerSockets:
             self._poll.register(fd, select.POLLIN)
         weakref.finalize(self, _close_all, self._sockets, self._descriptors)
 
-    def send(self, rank: int, kind: FrameKind, number: int, label: str, body: bytes) -> None:
-        """Send a frame to a rank, now or, if its socket is full, while waiting; a rank that ended gets nothing."""
+    def send(self, rank: int, kind: FrameKind, number: int, label: str, body: Body, *, later: bool = False) -> None:
+        """Send a frame to a rank, now or, if its socket is full, while waiting; a rank that ended gets nothing.
+
+        `later`: together with the next frame to that rank, or with the next call of `send_held` or `receive`.
+        """
         if rank in self.ended:
             return
-        text = label.encode()
-        frame = _FRAME_HEADER.pack(kind, number, len(text), len(body)) + text + body
-        self._output[rank].append(memoryview(frame))
-        self._flush(rank)
+        text, queue = label.encode(), self._output[rank]
+        if isinstance(body, bytes):
+            queue.append(memoryview(_FRAME_HEADER.pack(kind, number, len(text), len(body)) + text + body))
+        else:
+            queue.append(memoryview(_FRAME_HEADER.pack(kind, number, len(text), sum(map(len, body))) + text))
+            queue.extend(map(memoryview, body))
+        if later:
+            self._held.add(rank)
+        else:
+            self._flush(rank)
+
+    def send_held(self) -> None:
+        """Send what was to be sent later."""
+        for rank in tuple(self._held):
+            self._flush(rank)
 
     def unsent(self, ranks: set[int]) -> set[int]:
         """Return those ranks to which something is still to be sent."""
@@ -142,6 +166,7 @@ class PeerSockets:
         """Wait until something can be read or written, and return the frames that are complete."""
         frames: list[Frame] = []
         gone: list[int] = []
+        self.send_held()
         for number, events in self._poll.poll(max(0.0, timeout) * 1000):
             if number == self._wake:
                 os.eventfd_read(self._wake)
@@ -181,24 +206,27 @@ class PeerSockets:
 
     def _flush(self, rank: int) -> None:
         queue = self._output[rank]
+        self._held.discard(rank)
         try:
             while queue and rank not in self.ended:
-                sent = self._sockets[rank].send(queue[0])
-                if sent == len(queue[0]):
-                    queue.popleft()
-                else:
+                sent = self._sockets[rank].sendmsg(list(islice(queue, _MOST_PARTS)))
+                while queue and sent >= len(queue[0]):
+                    sent -= len(queue.popleft())
+                if sent:
                     queue[0] = queue[0][sent:]
         except BlockingIOError:
             pass
         except OSError:
             self._stop_sending(rank)
             return
-        if rank not in self.ended:
+        if bool(queue) != (rank in self._blocked) and rank not in self.ended:
             self._poll.modify(self._sockets[rank], select.POLLIN | (select.POLLOUT if queue else 0))
+            self._blocked ^= {rank}
 
     def _stop_sending(self, rank: int) -> None:
         """The peer reads no more; what it had sent before is still to be read."""
         self._output[rank].clear()
+        self._blocked.discard(rank)
         if rank not in self.ended:
             self._poll.modify(self._sockets[rank], select.POLLIN)
 
@@ -213,11 +241,14 @@ class PeerSockets:
         if not count:
             self._end(rank)
             return None
-        buffer = self._input[rank]
-        buffer += self._arrived[:count]
-        frames = []
-        while (frame := next_frame(rank, buffer)) is not None:
-            frames.append(frame)
+        kept = self._input[rank]
+        kept += self._arrived[:count] if kept else b""
+        data = memoryview(kept) if kept else self._arrived[:count]
+        frames, at = [], 0
+        while (frame := _read_frame(rank, data, at)) is not None:
+            frames.append(frame[0])
+            at = frame[1]
+        self._input[rank] = bytearray(data[at:])
         return frames
 
     def _end(self, rank: int) -> None:
@@ -253,19 +284,17 @@ def _open_process(pid: int) -> int | None:
         return None
 
 
-def next_frame(rank: int, buffer: bytearray) -> Frame | None:
-    """Take one complete frame off the front of a buffer."""
-    if len(buffer) < _FRAME_HEADER.size:
+def _read_frame(rank: int, data: memoryview, at: int) -> tuple[Frame, int] | None:
+    """The frame that begins at a place of what has come, and where it ends; None if some of it is still to come."""
+    if len(data) < at + _FRAME_HEADER.size:
         return None
-    kind, number, text, body = _FRAME_HEADER.unpack_from(buffer)
-    middle = _FRAME_HEADER.size + text
-    if len(buffer) < middle + body:
+    kind, number, text, body = _FRAME_HEADER.unpack_from(data, at)
+    middle = at + _FRAME_HEADER.size + text
+    end = middle + body
+    if len(data) < end:
         return None
-    frame = Frame(
-        rank, FrameKind(kind), number, buffer[_FRAME_HEADER.size : middle].decode(), buffer[middle : middle + body]
-    )
-    del buffer[: middle + body]
-    return frame
+    label = str(data[at + _FRAME_HEADER.size : middle], "utf-8")
+    return Frame(rank, _KINDS[kind], number, label, bytearray(data[middle:end])), end
 
 
 class Listener:
@@ -545,12 +574,19 @@ class PeerCalls:
         call.number, call.agreeing = self.started, self.agreeing
         return self.started
 
-    def start(self, call: PeerCall, messages: Mapping[int, tuple[FrameKind, bytes]]) -> None:
-        """Send a registered call's messages, and use those that came before."""
+    def start(
+        self, call: PeerCall, messages: Mapping[int, tuple[FrameKind, Body]], *, before_another: bool = False
+    ) -> None:
+        """Send a registered call's messages, and use those that came before.
+
+        `before_another`: another call is started at once, or waited for; the messages travel with those of that one.
+        """
         self._open[call.number] = call
         call.sent_to.update(messages)
         for rank, (kind, body) in messages.items():
-            self._links.send(rank, kind, call.number, call.call, body)
+            self._links.send(rank, kind, call.number, call.call, body, later=before_another)
+        if not before_another:
+            self._links.send_held()
         for frame in self._early.pop(call.number, []):
             self._take(frame)
         self._serve([])
@@ -752,7 +788,8 @@ class PeerEngine(Engine):
         operation = CollectCall(call, self._others, data)
         with self._calls.lock:
             self._calls.register(operation)
-            self._calls.start(operation, dict.fromkeys(self._others, (FrameKind.DATA, data)))
+            messages = dict.fromkeys(self._others, (FrameKind.DATA, data))
+            self._calls.start(operation, messages, before_another=agreeing)
             self._calls.agreeing = operation if agreeing else None
         return operation
 
