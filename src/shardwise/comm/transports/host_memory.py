@@ -131,7 +131,8 @@ def _io_vector(ranges: Sequence[MemoryRange]) -> bytes:
 _LIBC = ctypes.CDLL(None, use_errno=True)
 if hasattr(_LIBC, "process_vm_readv"):
     _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
-    _LIBC.process_vm_readv.argtypes = [ctypes.c_int, *[ctypes.c_char_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+    _vector = ctypes.c_char_p, ctypes.c_ulong
+    _LIBC.process_vm_readv.argtypes = (ctypes.c_int, *_vector, *_vector, ctypes.c_ulong)
 
 
 class MemoryLease:
