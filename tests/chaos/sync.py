@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import faulthandler
 import os
 import random
 import signal
@@ -33,7 +34,7 @@ import shardwise
 from shardwise.comm import LocalComm, LocalWorld, default_comm
 from tests.sync.worlds import TOKEN, free_address
 
-SHAPE, DEADLINE, LIMIT = (64, 64), 3.0, 90.0
+SHAPE, DEADLINE, LIMIT = (64, 64), 3.0, 240.0
 FULL = 0  # no signal: a rank gets no memory
 
 
@@ -45,6 +46,7 @@ class Served:
     versions: int
     state: str
     mixed: int
+    restarts: int
     longest: float
     problem: str | None
 
@@ -99,23 +101,27 @@ def meet(state: dict[str, shardwise.ShardedTensor], address: str) -> shardwise.s
                 raise
 
 
-def pull_for(address: str, seconds: float, met: str) -> Served:
-    """Pull versions for some time, and look at every one of them."""
+def pull_for(address: str, seconds: float, met: Path, ended: Path) -> Served:
+    """Pull versions for some time or until it is said, and look at every one of them."""
+    faulthandler.dump_traceback_later(LIMIT - 10)  # says where it hangs
     state = {name: shardwise.full("on x=2: S(1)", SHAPE, -1.0) for name in ("a", "b")}
-    versions, mixed, longest = 0, 0, 0.0
+    versions, mixed, restarts, longest, last = 0, 0, 0, 0.0, -1
     with meet(state, address) as link:
         until = time.monotonic() + seconds
-        Path(met).touch()
+        met.touch()
         while True:
             began = time.monotonic()
             step = link.pull(timeout=0.5)
             longest = max(longest, time.monotonic() - began)
-            versions += step is not None
+            if step is not None:
+                versions, restarts, last = versions + 1, restarts + (step < last), step
             if link.version is not None:
                 mixed += any(not x.local_tensor().eq(link.version).all() for x in state.values())
-            told = shardwise.comm.gather_values(default_comm(), until - time.monotonic(), label="time is up")
+            left = 0.0 if ended.exists() else until - time.monotonic()
+            told = shardwise.comm.gather_values(default_comm(), left, label="time is up")
             if min(told.values()) <= 0:
-                return Served(link.version, versions, link.state, mixed, longest, link.problem)
+                faulthandler.cancel_dump_traceback_later()
+                return Served(link.version, versions, link.state, mixed, restarts, longest, link.problem)
 
 
 def read_late(address: str, wait: float, until: float) -> str:
@@ -147,16 +153,19 @@ def attack(
     restart: bool = False,
 ) -> str:
     """One round; what came of it in words. Raises AssertionError if a promise was broken."""
-    address, seconds, met = free_address(), after + (9.0 if restart else 3.0), Path(tempfile.mkdtemp()) / "met"
+    folder, address, seconds = Path(tempfile.mkdtemp()), free_address(), after + (LIMIT / 2 if restart else 3.0)
+    met, ended = folder / "met", folder / "ended"
     worlds = {"trainer": trainer, "server": server}
     poor = victim[1] if how == FULL else None
     with ThreadPoolExecutor(3) as pool:
-        pushing = pool.submit(trainer.outcomes, push_for, address, met, seconds, poor, limit=LIMIT)
-        pulling = pool.submit(server.outcomes, pull_for, address, seconds, str(met), limit=LIMIT)
+        pushing = pool.submit(trainer.outcomes, push_for, address, met, after + 3.0, poor, limit=LIMIT)
+        pulling = pool.submit(server.outcomes, pull_for, address, seconds, met, ended, limit=LIMIT)
         until = time.monotonic() + LIMIT
         while not met.exists() and time.monotonic() < until:
             time.sleep(0.02)
-        reading = pool.submit(read_late, address, late or 0.0, time.monotonic() + seconds) if late is not None else None
+        reading = (
+            pool.submit(read_late, address, late or 0.0, time.monotonic() + after + 3.0) if late is not None else None
+        )
         time.sleep(after)
         if how != FULL:
             process: Any = worlds[victim[0]]._ranks[victim[1]][0]
@@ -166,6 +175,8 @@ def attack(
                 os.kill(process.pid, signal.SIGKILL)
         pushed = pushing.result(LIMIT + 30)
         again = trainer.outcomes(push_for, address, met, 4.0, limit=LIMIT) if restart else []
+        if restart:
+            ended.touch()
         served = pulling.result(LIMIT + 30)
         words = "" if reading is None else f"; {reading.result(LIMIT)}"
     name = "no memory" if how == FULL else signal.Signals(how).name
@@ -181,6 +192,7 @@ def attack(
         assert seen.longest < 2 * DEADLINE + 5, f"{where}: {seen}"
         assert seen.state in ("waiting", "current"), f"{where}: {seen}"
         assert seen.state == "current" or ("'trainer'" in str(seen.problem) and "rank" in str(seen.problem)), seen
+        assert seen.restarts == restart, f"{where}: {seen}"
     assert len({outcome.value.step for outcome in served}) == 1, f"{where}: {served}"
     return f"{where}: {served[0].value}" + (f"; {again[0].value} steps after a restart" if restart else "")
 
@@ -192,7 +204,8 @@ def draw(rng: random.Random) -> dict[str, Any]:
         victim, how = ("trainer", victim[1]), FULL
     after = 0.5 + 2 * rng.random()
     late = after * 2 * rng.random() if rng.random() < 0.4 else None
-    return {"victim": victim, "how": how, "after": after, "late": late, "restart": how != FULL and rng.random() < 0.2}
+    restart = victim[0] == "trainer" and how != FULL and rng.random() < 0.3
+    return {"victim": victim, "how": how, "after": after, "late": late, "restart": restart}
 
 
 def main() -> None:

@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 Token = str | bytes | os.PathLike[str] | None
+NameMapping = StateMap | Mapping[str, object] | str | os.PathLike[str] | None
+Names = NameMapping | Callable[[Mapping[str, TensorShape]], NameMapping]
 
 
 def publish(
@@ -110,7 +112,7 @@ def subscribe(
     address: str,
     *,
     token: Token = None,
-    names: StateMap | Mapping[str, object] | str | os.PathLike[str] | None = None,
+    names: Names = None,
     apply: Apply = "stage",
     verify: bool | None = None,
     after: Callable[[int], None] | None = None,
@@ -121,8 +123,9 @@ def subscribe(
     """Meet a publisher and plan how the tensors of this world are filled; all ranks call it. Then `Subscriber.pull`.
 
     `names` says how they are made of the publisher's where the names differ: a TOML file or a dict as `shardwise
-    reshard` takes them (old pattern to new name), or a `StateMap`. `apply` says how a version is taken over: "stage"
-    copies it into the tensors once it is complete, "swap" exchanges their memory, "in_place" reads into them.
+    reshard` takes them (old pattern to new name), or a `StateMap`. Both `state` and `names` may be functions of what
+    the publisher has (name to `TensorShape`), called when that is known. `apply` says how a version is taken over:
+    "stage" copies it into the tensors once it is complete, "swap" exchanges their memory, "in_place" reads into them.
     With `verify` digests of what was read are compared before a version is taken over; by default this is done where
     only changes were read. `after(step)` runs on each rank after that.
 

@@ -19,14 +19,14 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise._text import package_logger
 from shardwise.checkpoint.changes import compare, decode_changes, most_bytes, write_at
@@ -60,6 +60,15 @@ _log = package_logger(__name__)
 _RETRY_SECONDS = 0.1
 Apply: TypeAlias = Literal["stage", "swap", "in_place"]
 APPLY = ("stage", "swap", "in_place")
+T = TypeVar("T")
+
+
+def run_or_describe(run: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What a call returns, or what was wrong: with values, with memory, or in code that was passed."""
+    try:
+        return run(), None
+    except Exception as error:  # all ranks hear of it, whatever it is
+        return None, str(error) or type(error).__name__
 
 
 class _StaleError(SyncError):
@@ -136,10 +145,20 @@ class Subscriber:
         self._epoch, self._seq, self._text = "", 0, ""
         self._published: Published | None = None
         self._plan = ReadPlan({}, ())
-        self._state_tensors: object = state
-        self._wanted = self._find_wanted(state)
+        self._given = state
+        self._wanted: list[Wanted] = []
         self._staging: list[tuple[Tensor, ...]] = []
         self._staged = 0  # the number of the version that the staged copies have; 0: unknown
+        problem = None
+        if not callable(state) or isinstance(state, nn.Module):
+            found, problem = run_or_describe(lambda: self._find_wanted(state))
+            self._wanted = found or []
+        agree(
+            self.comm,
+            {"subscribe to": place, "apply": self.apply, "verify": self._verify, "deadline": self.deadline},
+            label="sync subscribe",
+            problem=problem,
+        )
         self._meet(time.monotonic() + self.deadline)
 
     @property
@@ -148,23 +167,13 @@ class Subscriber:
 
     def _find_wanted(self, state: object) -> list[Wanted]:
         wanted = []
-        problem = None
-        try:
-            for name, tensor in tensors_of(state).items():
-                leaf = make_leaf(name, tensor, self.comm)
-                if leaf.layout.pending is not None:
-                    raise ValueError(f"{name} has a pending reduction; redistribute it first")
-                wanted.append(Wanted(name, leaf.layout, torch_dtype(leaf.dtype), leaf.locals, leaf.plain))
-            if not wanted:
-                problem = "there are no tensors to fill"
-        except ValueError as error:
-            problem = str(error)
-        agree(
-            self.comm,
-            {"subscribe to": self._place, "apply": self.apply, "verify": self._verify, "deadline": self.deadline},
-            label="sync subscribe",
-            problem=problem,
-        )
+        for name, tensor in tensors_of(state).items():
+            leaf = make_leaf(name, tensor, self.comm)
+            if leaf.layout.pending is not None:
+                raise ValueError(f"{name} has a pending reduction; redistribute it first")
+            wanted.append(Wanted(name, leaf.layout, torch_dtype(leaf.dtype), leaf.locals, leaf.plain))
+        if not wanted:
+            raise ValueError("there are no tensors to fill")
         return wanted
 
     # Meeting the publisher.
@@ -226,10 +235,7 @@ class Subscriber:
         same = said["description"] == self._text and said["epoch"] == self._epoch
         problem = None
         if said["description"] != self._text or self._published is None:
-            try:
-                self._plan_all(said["description"])
-            except (ValueError, MemoryError, OSError) as error:
-                problem = str(error)
+            _, problem = run_or_describe(lambda: self._plan_all(said["description"]))
         found = gather_values(self.comm, problem, label="sync subscribe: plan")
         refused = "; ".join(f"rank {rank}: {text}" for rank, text in list(found.items())[:4] if text)
         if refused:
@@ -251,7 +257,10 @@ class Subscriber:
 
     def _plan_all(self, text: str) -> None:
         published = read_description(text)
-        state_map = resolve_map(self._names, published.types)
+        types = published.types
+        if callable(self._given) and not isinstance(self._given, nn.Module):
+            self._wanted, self._staging = self._find_wanted(self._given(types)), []
+        state_map = resolve_map(self._names(types) if callable(self._names) else self._names, types)
         rank = self.comm.ranks.index(self.comm.rank)
         plan = plan_reads(published, state_map, self._wanted, self.comm.rank, self._host)
         _log.info("%s (number %d) reads %d bytes from %s", self._where, rank, plan.nbytes, list(plan.reads))
