@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer import (
@@ -256,7 +257,7 @@ def layout_of(meta: Any, comm: Comm, local: bool) -> Layout | None:
     if meta.owners is None or (tuple(meta.owners) == comm.ranks and not (local and meta.placements)):
         return None
     shape = tuple(meta.mesh_shape)
-    mesh = Mesh(tuple(f"a{i}" for i in range(len(shape))), torch.tensor(meta.owners).reshape(shape).tolist())
+    mesh = Mesh(tuple(f"a{i}" for i in range(len(shape))), np.array(meta.owners, np.int64).reshape(shape))
     given = meta.placements if local and meta.placements else (Replicate(),) * len(shape)
     placements = [geometry.Shard(p.dim) if isinstance(p, Shard) else geometry.Replicate() for p in given]
     return MeshSpec(mesh, placements).layout(tuple(meta.shape))
