@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -13,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise.hf
+from shardwise import explain, replicate
 from shardwise.comm import Comm, run_local
-from shardwise.geometry import Mesh
+from shardwise.geometry import Mesh, Shard, parse_spec
 from shardwise.nn import ModelPlan, PlanError, describe_plan, shard_module
+from shardwise.ops import no_communication
 from shardwise.tensor import ShardedTensor
 
 TP = Mesh.of(tp=2)
@@ -137,15 +141,111 @@ class Attention(nn.Module):
         return y
 
 
+PATTERNS = {"qkv.weight": "S(0) groups(32,8,8)", "out.weight": "S(1)"}
+
+
 def test_heads_that_the_ranks_do_not_divide_are_named_with_numbers() -> None:
-    patterns = {"qkv.weight": "S(0) groups(32,8,8)", "out.weight": "S(1)"}
-    plan = ModelPlan(Mesh.of(tp=4), patterns, input_plan="replicated")
+    """Where each layer is by itself, parameters are cut as the plan says; along an axis that splits no batch."""
+    plan = ModelPlan(Mesh.of(tp=4), PATTERNS)
     with pytest.warns(UserWarning) as caught:  # of all ranks together: the first one speaks
         run_local(lambda comm: type(shard_module(Attention(), plan)).__name__, 4)
     assert [str(warning.message) for warning in caught] == [
         "qkv.weight: 12 heads of 4 along dim 0 are cut apart by S(0) groups(32,8,8) on tp=4, as rank 0 holds 12 of 48; "
         "each use gathers them: split it over a number of ranks that divides the heads, or leave it whole"
     ]
+
+
+def test_a_plan_cuts_heads_of_a_fused_layer_nowhere_and_moves_nothing_but_a_sum() -> None:
+    """2 heads of keys on 4 ranks: each is on two of them."""
+    plan = ModelPlan(Mesh.of(tp=4), PATTERNS, input_plan="replicated")
+    assert plan.specs(Attention())["qkv.weight"].placements == (Shard(0, groups=(32, 8, 8), each=(1, 2, 2), unit=4),)
+    assert "S(0) groups(32,8 each 2,8 each 2) unit(4)" in str(describe_plan(plan, Attention()))
+    dense, batch = Attention().double(), torch.randn(2, 3, 32, dtype=torch.float64)
+    expected = dense(batch)
+    expected.pow(2).sum().backward()
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        model = Attention().double()
+        model.load_state_dict(dense.state_dict())
+        shard_module(model, plan)
+        with no_communication():
+            found = model(batch)
+        assert isinstance(found, ShardedTensor) and str(found.placements) == "(Partial('sum'),)"
+        found.pow(2).sum().backward()
+        return found.full(), model.qkv.weight.grad.full()  # type: ignore[union-attr]
+
+    for found, grad in run_local(body, 4):
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(grad, dense.qkv.weight.grad)
+
+
+class Grouped(nn.Module):
+    """Heads of queries and of keys in layers of their own, found by following a pass, or by `head_dim`."""
+
+    def __init__(self, queries: int, keys: int, named: bool = False, length: int = 4) -> None:
+        super().__init__()
+        if named:
+            self.head_dim = length
+        self.length = length
+        self.q_proj = nn.Linear(8, queries * length)
+        self.k_proj, self.v_proj = nn.Linear(8, keys * length), nn.Linear(8, keys * length)
+        self.o_proj = nn.Linear(queries * length, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        made = (layer(x).unflatten(-1, (-1, self.length)).transpose(1, 2) for layer in layers)
+        y: Tensor = self.o_proj(F.scaled_dot_product_attention(*made, enable_gqa=True).transpose(1, 2).flatten(2))
+        return y
+
+
+CUTS = [
+    (8, 4, 4, "S(0)", "S(0)"),
+    (8, 2, 4, "S(0)", "S(0) each 2 unit(4)"),
+    (8, 1, 4, "S(0)", "S(0) each 4 unit(4)"),
+    (14, 2, 4, "S(0) sizes(16,12,16,12) unit(4)", "S(0) each 2 unit(4)"),
+    (6, 6, 4, "S(0) unit(4)", "S(0) unit(4)"),
+    (12, 3, 2, "S(0) unit(16)", "S(0) unit(4)"),
+]
+
+
+@pytest.mark.parametrize(("queries", "keys", "ranks", "q", "k"), CUTS)
+@pytest.mark.parametrize("how", ["structure", "names", "written"])
+def test_projections_are_cut_by_heads(queries: int, keys: int, ranks: int, q: str, k: str, how: str) -> None:
+    model, batch = Grouped(queries, keys, how != "structure").double(), torch.randn(2, 3, 8, dtype=torch.float64)
+    mesh = Mesh.of(tp=ranks)
+    if how == "written":
+        plan = ModelPlan(mesh, {"{q,k,v}_proj.*": "S(0)", "o_proj.weight": "S(1)"}, input_plan="replicated")
+    else:
+        plan = shardwise.hf.plan(model, mesh, {"x": batch})
+    specs = plan.specs(model)
+    for name, text in (("q_proj", q), ("k_proj", k)):
+        shape = tuple(getattr(model, name).weight.shape)
+        assert specs[f"{name}.weight"].layout(shape) == parse_spec(f"on tp={ranks}: {text}").layout(shape)
+    assert specs["v_proj.bias"] == specs["k_proj.bias"] and not describe_plan(plan, model).warnings
+    expected = model(batch)
+
+    def body(comm: Comm) -> Tensor:
+        own = Grouped(queries, keys, how != "structure").double()
+        own.load_state_dict(model.state_dict())
+        shard_module(own, plan)
+        with explain() as log:
+            result = own(batch)
+        moved = [entry.name for entry in log.entries if entry.moved_bytes]
+        assert moved == (["redistribute"] if how != "written" else []) or k == "S(0) unit(4)"  # the sum of the output
+        return result.full() if isinstance(result, ShardedTensor) else result
+
+    for result in run_local(body, ranks):
+        torch.testing.assert_close(result, expected)
+
+
+def test_sizes_that_cut_a_head_are_an_error_with_the_numbers() -> None:
+    plan = ModelPlan(Mesh.of(tp=2), {"q_proj.weight": "S(0) sizes(18,14)"}, input_plan="replicated")
+    said = (
+        "q_proj.weight, of which a head has 4 rows: S(0) sizes(18,14) unit(4) cuts inside a unit: 18 rows are 4 units "
+        "of 4 and 2 rows; give sizes in multiples of 4, or write S(0) unit(4)"
+    )
+    with pytest.raises(PlanError, match=re.escape(said)):
+        plan.specs(Grouped(8, 8, named=True))
 
 
 @pytest.mark.parametrize(
@@ -167,18 +267,16 @@ def test_a_gathered_half_head_still_gives_the_right_values() -> None:
     batch = torch.randn(2, 3, 32, dtype=torch.float64)
     expected = dense(batch)
 
-    plan = ModelPlan(Mesh.of(tp=4), {"qkv.weight": "S(0) groups(32,8,8)"}, input_plan="replicated")
-
     def body(comm: Comm) -> Tensor:
         model = Attention().double()
         model.load_state_dict(dense.state_dict())
-        found = shard_module(model, plan)(batch)
+        with pytest.warns(UserWarning, match="heads of 4") if comm.rank == 0 else nullcontext():
+            shard_module(model, ModelPlan(Mesh.of(tp=4), {"qkv.weight": "S(0) groups(32,8,8)"}))
+        found = model(replicate(batch))
         assert isinstance(found, ShardedTensor)
         return found.full()
 
-    with pytest.warns(UserWarning, match="heads of 4"):
-        results = run_local(body, 4)
-    for found in results:
+    for found in run_local(body, 4):
         torch.testing.assert_close(found, expected)
 
 

@@ -499,8 +499,10 @@ class ShardingSpec(ABC):
         return False
 
     def of_addends(self) -> ShardingSpec | None:
-        """The same with copies as addends; None without copies. What ranks do with copies they do each by itself, so
-        that a gradient is the sum of theirs; not so with replicas."""
+        """That of gradients, where parts have copies, which are addends there; None without copies.
+
+        What ranks do with copies they do each by itself, so a gradient is the sum of theirs; not so with replicas.
+        """
         return None
 
     @property
@@ -780,7 +782,7 @@ class Layout:
         ours, theirs = (layout.spec.of_addends() for layout in (self, other))
         if ours is None or theirs is None:
             return ours is theirs and self == other
-        return ours.layout(self.shape) == theirs.layout(other.shape)
+        return self == other and ours.layout(self.shape) == theirs.layout(other.shape)
 
     @cached_property
     def _hash(self) -> int:

@@ -247,7 +247,7 @@ class MeshSpec(_ProductSpec):
     def of_addends(self) -> MeshSpec | None:
         if not self.has_copies or any(isinstance(p, Shard) and p.addends for p in self.placements):
             return None
-        return MeshSpec(self.mesh, [p.dual if isinstance(p, Shard) else p for p in self.placements], self.order)
+        return MeshSpec(self.mesh, [p.dual for p in self.placements], self.order)
 
     def is_arithmetic(self, shape: tuple[int, ...]) -> bool:
         ndim = len(shape)

@@ -37,7 +37,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -46,8 +46,10 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise._text import package_logger
 from shardwise._torch import pytree
-from shardwise.geometry import Mesh
-from shardwise.nn.plan import OTHERS, PLAIN, REPLICATED, ModelPlan, PlanError, is_linear, match_patterns
+from shardwise.geometry import Mesh, Replicate, Shard
+from shardwise.geometry.notation import read_placements
+from shardwise.nn.heads import Projection, deal_heads, is_linear
+from shardwise.nn.plan import OTHERS, PLAIN, REPLICATED, ModelPlan, PlanError, match_patterns
 from shardwise.nn.stages import copy_on_meta
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
@@ -133,18 +135,29 @@ class LinearPairs:
     def usable_rows(self, ranks: int) -> dict[str, set[str]]:
         """The rows and their columns that can be split over this many ranks; one that cannot leaves the others whole.
 
-        >>> LinearPairs({"down": {"up"}}, heads={"up": {6}}).usable_rows(4)
+        >>> LinearPairs({"down": {"up"}}, {"up"}).usable_rows(4)
         {}
         """
         found = dict(self.rows)
         while True:
             used = set().union(*found.values())
-            wrong = {n for n in used if n in self.whole or n in found or any(h % ranks for h in self.heads.get(n, ()))}
+            uneven = {n for n in used if any(h % ranks for h in self.heads.get(n, ()))}
+            uneven = {n for n in uneven if not self.has_heads_of_one_length(n)}
+            wrong = {n for n in used if n in self.whole or n in found or n in uneven}
             kept = {row: columns for row, columns in found.items() if not columns & wrong}
             if len(kept) == len(found):
                 return kept
             self.whole |= used - set().union(*kept.values())
             found = kept
+
+    def has_heads_of_one_length(self, name: str) -> bool:
+        """Whether a layer's heads are alike, so that whole ones can be dealt to any number of ranks."""
+        return len(self.heads.get(name, ())) <= max(1, len(self.groups.get(name, ())))
+
+
+def in_features(part: nn.Module) -> int:
+    """The length of a linear layer's input."""
+    return int(part.in_features if isinstance(part, nn.Linear) else part.nx)  # type: ignore[arg-type]  # of Conv1D
 
 
 def out_features(part: nn.Module) -> int:
@@ -355,9 +368,21 @@ def plan(
         others = ", ".join([*data, f"{SEQUENCE_AXIS}: S(1)"])
         inputs = {**masks, OTHERS: others} if masks else others
     stream = f"{TENSOR_AXIS}: S(1)" if sequence_parallel else None
-    return ModelPlan(
+    made = ModelPlan(
         mesh, fold_patterns(texts, names), input_plan=inputs, output_plan=PLAIN, pad_inputs=pads, activations=stream
     )
+    return _write_heads(made, texts, model)
+
+
+def _write_heads(plan: ModelPlan, texts: Mapping[str, str], model: nn.Module) -> ModelPlan:
+    """The plan with the cuts by heads written out, so that they are seen and can be edited."""
+    found, names = dict(texts), [name for name, _ in model.named_parameters()]
+    for name, spec in plan.specs(model).items():
+        written = read_placements(texts[name], plan.mesh) if name in texts else spec.placements
+        if written != spec.placements:
+            shown = [(a, p) for a, p in zip(plan.mesh.axes, spec.placements, strict=True) if p != Replicate()]
+            found[name] = ", ".join(f"{axis}: {placement.format()}" for axis, placement in shown)
+    return plan if found == texts else replace(plan, parameters=fold_patterns(found, names))
 
 
 def _find_pads(model: nn.Module) -> dict[str, float] | None:
@@ -436,10 +461,15 @@ def _follow_tp_plan(model: nn.Module, own: Mapping[str, str], ranks: int) -> dic
         plain, factor = _strip_adapter(name)
         for style in (own.get(_fold_numbers(plain)), own.get(_fold_numbers(plain.rpartition(".")[0]))):
             text = None if style is None or factor in style else _read_style(style, parameter)
-            if text is not None and heads.get(plain.split(".")[-2], 0) % ranks == 0:
+            if text is not None and _are_dealt(heads.get(plain.split(".")[-2], 0), heads["q_proj"], ranks):
                 found[name] = text
                 break
     return found
+
+
+def _are_dealt(count: int, queries: int, ranks: int) -> bool:
+    """Whether heads are dealt to ranks, each whole: not fewer heads of keys that ranks cannot share evenly."""
+    return count >= min(queries, ranks) or (count > 0 and ranks % count == 0) or count == 0
 
 
 def _strip_adapter(name: str) -> tuple[str, str]:
@@ -520,10 +550,38 @@ def _follow_structure(model: nn.Module, ranks: int, example: Mapping[str, Any] |
     rows = pairs.usable_rows(ranks)
     found = {name: "S(0)" for name, p in model.named_parameters() if id(p) in vocabulary}
     for row, columns in rows.items():
+        cuts = {row: Shard(0), **{name: _cut_in_groups(name, modules[name], pairs) for name in columns}}
+        cuts |= _cut_by_heads(row, cuts, modules, pairs, ranks)
         for name in columns:
-            found |= _split_columns(name, modules[name], pairs, ranks)
-        found[f"{row}.weight"] = "S(1)" if isinstance(modules[row], nn.Linear) else "S(0)"
+            part, cut = modules[name], cuts[name]
+            found[f"{name}.weight"] = cut.along(0 if isinstance(part, nn.Linear) else 1).format()
+            if getattr(part, "bias", None) is not None:
+                found[f"{name}.bias"] = cut.format()
+        found[f"{row}.weight"] = cuts[row].along(1 if isinstance(modules[row], nn.Linear) else 0).format()
     return found
+
+
+def _cut_in_groups(name: str, part: nn.Module, pairs: LinearPairs) -> Shard:
+    groups = pairs.groups.get(name, ())
+    return Shard(0, groups=groups) if sum(groups) == out_features(part) else Shard(0)
+
+
+def _cut_by_heads(
+    row: str, cuts: Mapping[str, Shard], modules: Mapping[str, nn.Module], pairs: LinearPairs, ranks: int
+) -> dict[str, Shard]:
+    """The cuts of columns and of the row that they end in, where even ones would cut heads apart."""
+    found: dict[str, tuple[Projection, Shard]] = {}
+    for name, cut in cuts.items():
+        part, most = modules[name], max(pairs.heads.get(name, ()), default=0)
+        size = in_features(part) if name == row else out_features(part)
+        length = (cut.groups or (size,))[0] // most if most else 0
+        found[name] = Projection(name, 0, size, length, name == row, ""), cut
+    lengths = {one.length for name, (one, _) in found.items() if name != row}
+    length = lengths.pop() if len(lengths) == 1 else 0
+    if not length or any(n % length for one, cut in found.values() for n in cut.groups or (one.size,)):
+        return {}
+    found = {name: (replace(one, length=length), cut) for name, (one, cut) in found.items()}
+    return deal_heads(found, ranks) if any(one.is_cut_apart(cut, ranks) for one, cut in found.values()) else {}
 
 
 def _find_vocabulary(model: nn.Module) -> set[int]:
@@ -538,14 +596,6 @@ def _try(get: Any) -> Any:
         return get()
     except NotImplementedError:  # a model without tokens
         return None
-
-
-def _split_columns(name: str, part: nn.Module, pairs: LinearPairs, ranks: int) -> dict[str, str]:
-    groups = pairs.groups.get(name, ())
-    fused = f" groups({','.join(map(str, groups))})" if sum(groups) == out_features(part) else ""
-    dim = 0 if isinstance(part, nn.Linear) else 1
-    bias = {f"{name}.bias": f"S(0){fused}"} if getattr(part, "bias", None) is not None else {}
-    return {f"{name}.weight": f"S({dim}){fused}", **bias}
 
 
 def _run_without_values(model: nn.Module, example: Mapping[str, Any]) -> LinearPairs:

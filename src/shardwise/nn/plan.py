@@ -55,6 +55,7 @@ from shardwise.geometry import (
 from shardwise.geometry.mesh import is_device_mesh
 from shardwise.geometry.notation import read_by_axis, read_placements
 from shardwise.geometry.placements import to_placement
+from shardwise.nn.heads import keep_heads
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -227,11 +228,6 @@ def owners_of(module: nn.Module) -> dict[int, list[nn.Module]]:
         for parameter in owner.parameters(recurse=False):
             found.setdefault(id(parameter), []).append(owner)
     return found
-
-
-def is_linear(part: nn.Module) -> bool:
-    """Whether a module multiplies by a matrix: nn.Linear, or the transposed one of GPT-2, named Conv1D there."""
-    return isinstance(part, nn.Linear) or (type(part).__name__ == "Conv1D" and hasattr(part, "nf"))
 
 
 REPLICATED, PLAIN, BALANCED = "replicated", "plain", "balanced"
@@ -538,9 +534,19 @@ class ModelPlan:
         return to_toml(self.to_data()).rstrip()
 
     def specs(self, module: nn.Module) -> dict[str, MeshSpec]:
-        """The spec of every parameter; raises `PlanError` with all that does not fit."""
+        """The spec of every parameter; raises `PlanError` with all that does not fit.
+
+        Projections of attention that a pattern would cut inside a head are cut by heads (`nn/heads.py`).
+        """
         tensors = dict(module.named_parameters(remove_duplicate=False))
-        return self.specs_of({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors)
+        found = self.specs_of({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors)
+        if self.input_placements is None:
+            return found
+        problems: list[str] = []
+        found |= keep_heads(module, found, self.input_placements, problems)
+        if problems:
+            raise PlanError("\n".join(problems))
+        return found
 
     def specs_of(
         self, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor] | None = None

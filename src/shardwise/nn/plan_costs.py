@@ -32,13 +32,11 @@ from torch import Tensor, nn
 from shardwise._text import draw_html
 from shardwise.geometry import Box, EnumerableSpec, Layout, MeshSpec, Piece, Placement, Replicate, Shard
 from shardwise.geometry.notation import format_placement
-from shardwise.nn.plan import STAGE_AXIS, ModelPlan, ShardingPlan, ShardingPlanner, is_linear, owners_of
+from shardwise.nn.heads import find_projections
+from shardwise.nn.plan import STAGE_AXIS, ModelPlan, ShardingPlan, ShardingPlanner, owners_of
 from shardwise.transfer.transfer import format_bytes
 
 MOST_WHOLE = 4  # shown of the parameters that stay whole
-OUT_PROJECTIONS = ("out_proj", "o_proj", "c_proj", "out_lin", "dense", "wo", "to_out", "proj", "output", "out")
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
-WIDTHS = ("embed_dim", "hidden_size", "d_model", "n_embd")
 HEAD = ("parameter", "count", "shape", "layout", "memory", "gradient traffic", "traffic per row")
 _NUMBER = re.compile(r"\b\d+\b")
 
@@ -202,30 +200,28 @@ def _make_plan_row(plan: ModelPlan, name: str, owners: list[nn.Module], layout: 
 def find_cut_heads(plan: ModelPlan, module: nn.Module) -> list[str]:
     """What a plan does to heads of attention that it cuts apart, a text for each kind of layer.
 
-    Heads are known where the module that has a projection, or the projection itself, has a `head_dim` or a number of
-    heads under one of the usual names: in the inputs of layers that are named as the last of attention, in the outputs
-    of the others. Along axes that split the batch as well, parameters are gathered before they are used.
+    Plans with an `input_plan` cut linear layers by heads (`nn/heads.py`); others, and other layers, are named here.
+    Along axes that split the batch as well, parameters are gathered before they are used.
 
     >>> from shardwise.geometry import Mesh
     >>> attention = nn.MultiheadAttention(6, 3)
     >>> find_cut_heads(ModelPlan(Mesh.of(tp=2), {"out_proj.weight": "S(1)"}), attention)[0]
     'out_proj.weight: 3 heads of 2 along dim 1 are cut apart by S(1) on tp=2, as rank 0 holds 3 of 6; ...'
     """
-    parts, found = dict(module.named_modules()), dict[str, str]()
+    found = dict[str, str]()
     batch = plan.input_placements or (Replicate(),) * plan.mesh.ndim
-    for name, tensor, layout in plan.layouts(module):
-        spec, path = layout.spec, name.rpartition(".")[0]
-        length = next((n for p in (path, path.rpartition(".")[0]) if (n := _head_length(parts[p]))), 0)
+    layouts = {name: (tensor, layout) for name, tensor, layout in plan.layouts(module)}
+    for one in find_projections(module, ((name, tensor) for name, (tensor, _) in layouts.items())):
+        layout, name, dim, length, size = layouts[one.name][1], one.name, one.dim, one.length, one.size
+        spec = layout.spec
         assert isinstance(spec, MeshSpec)
         kept = [Replicate() if isinstance(b, Shard) else p for p, b in zip(spec.placements, batch, strict=True)]
-        ends = is_linear(parts[path]) and path.rpartition(".")[2] in OUT_PROJECTIONS
-        dim = int(ends == isinstance(parts[path], nn.Linear)) if is_linear(parts[path]) and tensor.ndim == 2 else 0
-        if not length or not tensor.ndim or (ends and tensor.ndim < 2) or Shard not in map(type, kept):
+        if Shard not in map(type, kept):
             continue
         used = MeshSpec(spec.mesh, kept).layout(layout.shape)
-        size, table = layout.shape[dim], used.table
+        table = used.table
         cut = (table.offsets[:, dim] % length > 0) | ((table.offsets[:, dim] + table.sizes[:, dim]) % length > 0)
-        if size % length or size == length or not cut.any():
+        if size == length or not cut.any():
             continue
         rank = int(table.ranks[cut][0])
         held = sum(p.box.sizes[dim] for p in used.pieces_of(rank))
@@ -236,19 +232,6 @@ def find_cut_heads(plan: ModelPlan, module: nn.Module) -> list[str]:
             "gathers them: split it over a number of ranks that divides the heads, or leave it whole",
         )
     return list(found.values())
-
-
-def _head_length(part: nn.Module) -> int:
-    """The length of a head in a module of attention, 0 in another."""
-    for name in ("head_dim", "head_size", "attention_head_size", "dim_head"):
-        if isinstance(length := getattr(part, name, None), int):
-            return length
-    count = next((n for name in HEAD_COUNTS if isinstance(n := getattr(part, name, None), int) and n > 0), 0)
-    width = next((n for name in WIDTHS if isinstance(n := getattr(part, name, None), int)), 0)
-    if not width:  # the queries' width: the largest of the layers that multiply the same inputs
-        layers = [layer for layer in part.children() if isinstance(layer, nn.Linear)]
-        width = max((layer.in_features for layer in layers), default=0)
-    return width // count if count and width % count == 0 else 0
 
 
 def _most_elements(layout: Layout) -> int:

@@ -148,9 +148,7 @@ def read_shapes(path: str | os.PathLike[str]) -> dict[str, TensorShape] | None:
     for pattern, text in data.get("shapes", {}).items():
         matched = _TYPE.fullmatch(text)
         if matched is None:
-            raise PlanError(
-                f"{path.name}: shapes {pattern!r} is a type and a shape, as in bf16[8,4]; got {text!r}"
-            )
+            raise PlanError(f"{path.name}: shapes {pattern!r} is a type and a shape, as in bf16[8,4]; got {text!r}")
         sizes = [int(size) for size in matched[2].split(",") if size.strip()]
         try:
             kind = TensorShape.of(sizes, matched[1])
