@@ -1,6 +1,14 @@
 # The public names, each listed once: type checkers read them here, and `_lazy.attach_stub` does at run time.
 
-from shardwise import checkpoint as checkpoint, compat as compat, nn as nn, sync as sync, testing as testing
+from shardwise import (
+    checkpoint as checkpoint,
+    compat as compat,
+    hf as hf,
+    nn as nn,
+    planner as planner,
+    sync as sync,
+    testing as testing,
+)
 from shardwise._version import __version__ as __version__
 from shardwise.checkpoint import (
     Checkpoint as Checkpoint,

@@ -143,11 +143,15 @@ def trace(path: str | os.PathLike[str], comm: Comm | None = None) -> Iterator[No
     >>> sorted({(e["pid"], e["name"], e["args"]["bytes"]) for e in events if e.get("cat") == "move"})
     [(0, 'redistribute', 8), (1, 'redistribute', 8)]
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"trace takes the path of a file to write, such as 'step.json', got {type(path).__name__}")
     comm, target = comm or default_comm(), Path(path)
     recorder = StepRecorder(comm.rank)
     problem = None
     if comm.rank in recorders:
         problem = f"rank {comm.rank} is being traced already; a trace ends with its `with` block"
+    elif not target.absolute().parent.is_dir():
+        problem = f"{target} cannot be written: there is no folder {target.absolute().parent}; make it first"
     agree(comm, {"path": str(target)}, label="trace", problem=problem)
     clock = [_exchange_times(comm) for _ in range(_CLOCK_ROUNDS)]
     recorders[comm.rank] = recorder

@@ -34,7 +34,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 import numpy as np
 
-from shardwise._text import count_of
+from shardwise._text import count_of, public
 from shardwise.geometry import Box, Layout, Piece, Reduction, TensorType, parse_layout, shorten_layout
 from shardwise.geometry.mesh import IntArray, format_ranks
 from shardwise.geometry.notation import read_spec
@@ -620,6 +620,7 @@ class HasLayout(Protocol):
     sharding: Layout
 
 
+@public
 def draw(
     value: HasLayout | Layout | TensorType | Transfer | str, *, width: int | None = None, file: TextIO | None = None
 ) -> None:

@@ -144,6 +144,45 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a tensor as a spec": (lambda: any_.ShardedTensor(X), r"shard\(x, spec\) shards an existing tensor"),
     "a text to replicate": (lambda: any_.replicate("x"), "replicate takes a tensor that every rank has, got str"),
     "a plain tensor as a DTensor": (lambda: shardwise.compat.from_dtensor(X), "takes a DTensor, got Tensor; shard"),
+    "a mesh as a text": (lambda: any_.Mesh("tp=2"), r"got 'tp=2' and None; write Mesh.of\(dp=2, tp=2\)"),
+    "names too few": (
+        lambda: any_.Mesh((2, 2), ("tp",)),
+        r"the shape \(2, 2\) has 2 axes, and the names \('tp',\) are 1",
+    ),
+    "ranks that are no numbers": (lambda: any_.Mesh(("dp", "tp"), "x"), "the ranks of a mesh are numbers"),
+    "a number to parse": (lambda: any_.parse_layout(3), r"parse_layout takes a str as 'text', got int: 3; the call is"),
+    "a number as placements": (lambda: any_.parse_placements(3), "parse_placements takes a str as 'text', got int: 3"),
+    "a plan and a model exchanged": (
+        lambda: any_.describe_plan(model(), ModelPlan(ONE, {})),
+        r"describe_plan takes a ModelPlan as 'plan', got Sequential; the call is describe_plan\(plan, module\)",
+    ),
+    "a class as a model": (
+        lambda: any_.shard_module(nn.Linear, ModelPlan(ONE, {})),
+        r"shard_module takes a Module as 'module', got type",
+    ),
+    "a tensor as a model": (lambda: any_.shard_module(X, ModelPlan(ONE, {})), "takes a Module as 'module', got Tensor"),
+    "a dtype as a text": (
+        lambda: any_.zeros("tp: S(0)", 4, dtype="float32"),
+        "empty takes a dtype or None as 'dtype', got str: 'float32'",
+    ),
+    "no size": (lambda: shardwise.randn("tp: S(0)"), "has no dim.*the size follows the spec, as in zeros"),
+    "a seed as a text": (lambda: any_.manual_seed("x"), "manual_seed takes an int as 'seed', got str: 'x'"),
+    "a tensor in place of a list": (
+        lambda: any_.redistribute_many(on_mesh(), "R"),
+        r"takes a list of tensors and a list of targets, got ShardedTensor and str; one is x.redistribute\(\)",
+    ),
+    "numbers as pieces": (
+        lambda: any_.infer_spec((4,), [3]),
+        r"infer_spec takes a Sequence of Piece as 'pieces', got list: \(int\)",
+    ),
+    "no ranks to plan for": (lambda: shardwise.BalancedPlanner(0), "a number of ranks, 1 or more, .* got 0"),
+    "a trace nowhere": (lambda: shardwise.trace("/no/such/folder/x.json").__enter__(), "there is no folder /no/such"),
+    "a trace without a path": (lambda: any_.trace(3).__enter__(), "trace takes the path of a file to write.* got int"),
+    "an input plan of another axis": (
+        lambda: shardwise.shard_module(model(), ModelPlan(ONE, {"0.weight": "S(0)"}, input_plan="dp: S(0)")),
+        r"input_plan 'dp: S\(0\)': .* names the axis 'dp'; the mesh has tp",
+    ),
+    "a layout of other dims": (lambda: shardwise.draw("f32[8,4] on tp=2: S(3)"), "has a dim from -2 to 1"),
     "a package as a text": (lambda: shardwise.compat.install("torch"), r"a list of packages, .*; pass \['torch'\]"),
 }
 
@@ -265,6 +304,55 @@ ON_TWO_RANKS: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, 
     ),
     "another plan": (lambda a: any_.shard_module(model(), {"0.weight": "S(0)"}), TypeError, ("ModelPlan(",)),
     "no checkpoint": (lambda a: shardwise.load({"w": a}, FOLDER), ValueError, ("no such checkpoint",)),
+    "a small letter": (lambda a: a.redistribute("s(0)"), NotationError, ("found 's'; write S(0) for dim 0",)),
+    "a mesh without on": (
+        lambda a: lay_out(W, "tp=2: S(0)"),
+        NotationError,
+        ("a mesh follows the word on: 'on tp=2: S(0)'", "^"),
+    ),
+    "axes for dims, as in JAX": (
+        lambda a: lay_out(W, ("tp", None)),
+        TypeError,
+        ("got tuple: ('tp', None)", "shard(x, 'on tp=2: S(0)')"),
+    ),
+    "a dim twice": (lambda a: a.permute(0, 0), RuntimeError, ("duplicate dims are not allowed",)),
+    "a dim to turn that is not there": (lambda a: a.transpose(0, 3), IndexError, ("[-2, 1], but got 3",)),
+    "lengths that do not expand": (
+        lambda a: a.expand(7, 4),
+        RuntimeError,
+        ("must match the existing size (6)", "Target sizes: [7, 4].  Tensor sizes: [6, 4]"),
+    ),
+    "lengths too few": (
+        lambda a: a.expand(2),
+        RuntimeError,
+        ("torch.FloatTensor{[6, 4]}, size=[2]", "greater or equal"),
+    ),
+    "a length that may be any": (lambda a: a[:0].reshape(0, -1), RuntimeError, ("[0, -1]: the -1 may be any length",)),
+    "the trace of no matrix": (
+        lambda a: a[None].trace(),
+        RuntimeError,
+        ("expected a matrix, but got tensor with dim 3",),
+    ),
+    "a plain gradient": (
+        lambda a: setattr(a.clone().requires_grad_(), "grad", W),
+        ValueError,
+        ("[6,4] on tp=2: S(0), got Tensor; pass shard(t, '[6,4] on tp=2: S(0)')",),
+    ),
+    "a parameter by its path": (
+        lambda a: shardwise.shard_parameter(model(), "0.weight", ChunkSpec(0, 2)),
+        AttributeError,
+        ("shard_parameter(module.get_submodule('0'), 'weight', spec)",),
+    ),
+    "a parameter misspelt": (
+        lambda a: shardwise.shard_parameter(nn.Linear(2, 2), "wieght", ChunkSpec(0, 2)),
+        AttributeError,
+        ("Linear has no attribute `wieght`; near it: weight",),
+    ),
+    "a plain target of a loss": (
+        lambda a: nn.functional.mse_loss(a, W),
+        RuntimeError,
+        ("argument 'target' next to a ShardedTensor", 'output_plan="plain"'),
+    ),
 }
 
 
@@ -330,3 +418,60 @@ def test_what_is_right_beside_the_mistakes() -> None:
     assert lay_out(X, ONE, [TorchReplicate()]).placements == (Replicate(),)
     assert run_local(lambda comm: comm.rank, 2) == [0, 1]
     assert callable(launch) and issubclass(ShardedOptimizer, torch.optim.Optimizer)
+
+
+# A dim that a tensor of 2 dims has not, or one that comes twice: rules that count modulo the dims would compute.
+DIMS: dict[str, Callable[[Any], Any]] = {
+    "max": lambda a: a.max(2),
+    "sum": lambda a: a.sum(dim=(0, 2)),
+    "mean": lambda a: a.mean(-3),
+    "mean, twice": lambda a: a.mean((0, -2)),
+    "var": lambda a: a.var(2),
+    "softmax": lambda a: a.softmax(2),
+    "log_softmax": lambda a: a.log_softmax(dim=4),
+    "cumsum": lambda a: a.cumsum(2),
+    "cumsum_": lambda a: a.cumsum_(2),
+    "argmax": lambda a: a.argmax(2),
+    "aminmax": lambda a: torch.aminmax(a, dim=99),
+    "norm": lambda a: torch.linalg.vector_norm(a, dim=2),
+    "normalize": lambda a: nn.functional.normalize(a, dim=2),
+    "squeeze": lambda a: a.squeeze((0, 0)),
+    "split": lambda a: torch.unsafe_split(a, 1, 2),
+    "unsqueeze": lambda a: a.unsqueeze(4),
+    "stack": lambda a: torch.stack([a, a], 4),
+    "cat": lambda a: torch.cat([a, a], 2),
+    "narrow_copy": lambda a: torch.narrow_copy(a, -4, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", DIMS)
+def test_a_dim_that_is_not_there_is_the_error_that_it_is_for_plain_tensors(name: str) -> None:
+    with pytest.raises((IndexError, RuntimeError)) as plain:
+        DIMS[name](W.clone())
+    for layout in ("tp: S(0)", "tp: R"):
+        with pytest.raises(type(plain.value)) as caught:
+            run_local(lambda layout=layout: DIMS[name](lay_out(W, layout)), 2)
+        assert str(caught.value) == str(plain.value)
+
+
+def test_dims_that_are_there_are_taken() -> None:
+    """A dim more for what makes one, -1 and 0 of a number, and one repeated where torch allows it."""
+
+    def body() -> list[tuple[int, ...]]:
+        a = lay_out(W, "tp: S(0)")
+        found = [a.unsqueeze(2), a.unsqueeze(-3), torch.stack([a, a], -1), a.sum().softmax(-1), a.roll((1, 1), (0, 0))]
+        return [tuple(t.shape) for t in found]
+
+    assert run_local(body, 2)[0] == [(6, 4, 1), (1, 6, 4), (6, 4, 2), (), (6, 4)]
+
+
+def test_what_ends_a_program_of_threads_shows_the_lines_of_the_caller() -> None:
+    """`run_local` leaves out how it calls the ranks, and what torch calls in between."""
+
+    def body() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as caught:
+        run_local(body, 2)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-1] == "body" and "_run_as_rank" not in names and len(names) <= 4

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._cache import cached
+from shardwise._text import public
 from shardwise.checkpoint.state import Leaf, as_array, flatten_state, make_leaf, torch_dtype
 from shardwise.comm import Comm, gather_values
 from shardwise.comm.current import GroupOrComm, comm_of, resolve_comm
@@ -164,6 +165,7 @@ class StoredState(Protocol):
     def __getitem__(self, name: str) -> Any: ...
 
 
+@public
 def digest(x: object, *, comm: GroupOrComm | None = None) -> Digest:
     """The digest of a tensor, a module, a nested state or an opened checkpoint: equal for equal weights in any layout.
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwise._progress import Meter, Progress, check_progress, show_progress
-from shardwise._text import draw_html, package_logger
+from shardwise._text import draw_html, package_logger, public
 from shardwise.checkpoint.changes import VersionTarget, apply_versions, list_versions, start_chain_at
 from shardwise.checkpoint.convert import NameMap, rename_index
 from shardwise.checkpoint.digests import digest_leaves
@@ -224,6 +224,7 @@ _BLOCKS_PER_CHECK = 8
 BlockRange: TypeAlias = tuple[int, int, int]  # a stored box, its first block and the one after the last
 
 
+@public
 def load(
     state: Any,
     path: str | os.PathLike[str],
@@ -709,6 +710,7 @@ class Checkpoint:
         return f"Checkpoint({str(self._store.folder)!r}, {len(self)} tensors)"
 
 
+@public
 def open(
     path: str | os.PathLike[str],
     *,

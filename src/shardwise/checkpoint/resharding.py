@@ -46,6 +46,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from shardwise._progress import Progress, check_progress, show_progress
+from shardwise._text import public
 from shardwise.checkpoint import commit as folders
 from shardwise.checkpoint.commit import (
     LocalSave,
@@ -650,6 +651,7 @@ class ReshardReport:
     repeated: tuple[str, ...] = ()
 
 
+@public
 def reshard(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

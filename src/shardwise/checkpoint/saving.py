@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from shardwise._progress import Progress, check_progress, show_progress
-from shardwise._text import package_logger
+from shardwise._text import package_logger, public
 from shardwise.checkpoint import commit as folders
 from shardwise.checkpoint.commit import Place, find_place, new_save
 from shardwise.checkpoint.files import CheckpointError, PositionedFile, SaveFolder, run_or_describe_error
@@ -367,6 +367,7 @@ def save(
 ) -> Saving | None: ...
 
 
+@public
 def save(
     state: Any,
     path: str | os.PathLike[str],
@@ -415,6 +416,7 @@ def save(
     )
 
 
+@public
 def save_hf(
     state: Any,
     path: str | os.PathLike[str],

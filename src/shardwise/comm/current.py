@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._text import shorten_traceback
 from shardwise.comm.local import (
     LocalComm,
     RendezvousHub,
@@ -278,7 +279,7 @@ def _start_rank(
             results[comm.rank] = _run_as_rank(fn, comm, args, grad, device)
             world.leave(comm.rank)
         except BaseException as error:
-            world.fail(comm.rank, error)
+            world.fail(comm.rank, shorten_traceback(error))
 
     thread = threading.Thread(target=context.run, args=(body,), name=f"rank {comm.rank}", daemon=True)
     thread.start()

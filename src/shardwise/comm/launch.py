@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._text import shorten_traceback
 from shardwise._torch import TCPStore
 from shardwise.comm.agree import gather_values
 from shardwise.comm.current import RankBody, given_world, read_ranks, use_comm
@@ -577,7 +578,7 @@ def _serve(rank: int, pipe: Connection) -> bool:
         last = task.last
         reply = WorkerReply(task.fn(*task.args))
     except BaseException as error:
-        reply = WorkerReply(error=error, trace=traceback.format_exc())
+        reply = WorkerReply(error=error, trace="".join(traceback.format_exception(shorten_traceback(error))))
     if last and reply.error is not None:
         report_exception(rank, reply.error)
     pipe.send_bytes(_pickle_reply(reply))

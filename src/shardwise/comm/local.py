@@ -429,7 +429,8 @@ class RendezvousHub:
 
 
 def _absence_error(call: CollectiveCall, absent: list[int], until: str) -> CommError:
-    return CommError(f"{call}: {name_ranks(absent)} did not take part {until}", tuple(absent))
+    text = f"{call}: {name_ranks(absent)} did not take part {until}; every rank must make the same calls"
+    return CommError(text, tuple(absent))
 
 
 def _run_at_once(meeting: Rendezvous) -> None:

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._text import package_logger
+from shardwise._text import package_logger, public
 from shardwise._torch import Store, default_store, group_backends, group_name, name_new_groups, ranks_are_threads
 from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.agree import agree_on_request, check_digests, name_ranks
@@ -458,6 +458,7 @@ class ProcessGroupComm(Comm):
         return compose_engines(self.rank, self.ranks, found, gloo), found.hosts
 
 
+@public
 def comm_from_device_mesh(mesh: DeviceMesh, axis: str | int | None = None) -> ProcessGroupComm:
     """Return the comm of one axis of torch's DeviceMesh that this rank is in (of a mesh of one axis, of that one).
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise._text import public
 from shardwise._torch import pytree
 from shardwise.comm.current import find_device_mesh
 from shardwise.geometry import LayoutError, MeshSpec
@@ -42,6 +43,7 @@ _falls_back: ContextVar[bool] = ContextVar("shardwise_dtensor_fallback", default
 _blocks = [0]
 
 
+@public
 def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
     """A ShardedTensor as a DTensor over the same memory.
 

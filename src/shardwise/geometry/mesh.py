@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,15 @@ from shardwise.geometry.box import LayoutError
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 MAX_RANKS = 2**20  # that are counted rather than listed
+
+
+class DeviceMeshLike(Protocol):
+    """What torch's DeviceMesh has, by which it is recognised."""
+
+    @property
+    def mesh(self) -> Any: ...
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None: ...
 
 
 def freeze_array(values: Any) -> IntArray:
@@ -46,13 +55,16 @@ class Mesh:
     _hash: int
     _indices: dict[int, tuple[int, ...]] | None
 
-    def __init__(self, axes: Any = None, ranks: Any = None, **sizes: int) -> None:
+    def __init__(self, axes: npt.ArrayLike | None = None, ranks: npt.ArrayLike | None = None, **sizes: int) -> None:
         if sizes:
             shown = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
             raise LayoutError(f"Mesh({shown}): a mesh by the sizes of its axes is Mesh.of({shown})")
         axes, ranks = _read_axes_and_ranks(axes, ranks)
         self._set("axes", axes)
-        self._set("ranks", freeze_array(ranks))
+        try:
+            self._set("ranks", freeze_array(ranks))
+        except (TypeError, ValueError):
+            raise LayoutError(f"the ranks of a mesh are numbers, got {ranks!r}; {_MESH_FORMS}") from None
         self._check()
         self._set("_indices", None)
         self._set("_hash", hash((self.axes, self.ranks.shape, self.ranks.tobytes())))
@@ -241,15 +253,20 @@ def _read_axes_and_ranks(axes: Any, ranks: Any) -> tuple[tuple[str, ...], Any]:
         if isinstance(axes, int):
             axes = (axes,)
         is_shape = isinstance(axes, list | tuple) and len(axes) == len(names) and all(isinstance(n, int) for n in axes)
+        flat = isinstance(axes, list | tuple) and len(axes) > 0 and all(isinstance(n, int) for n in axes)
+        if flat and not is_shape and (len(names) > 1 or len(set(axes)) < len(axes)):
+            raise LayoutError(
+                f"the shape {tuple(axes)} has {len(axes)} axes, and the names {names} are {len(names)}; name each axis"
+            )
         if is_shape and min(axes) < 1:
             raise LayoutError(f"a mesh of shape {tuple(axes)} has an axis without ranks; every axis has 1 or more")
         return names, number_ranks(axes) if is_shape else axes
-    if _are_names(axes):
+    if _are_names(axes) and ranks is not None:
         return ((axes,) if isinstance(axes, str) else tuple(axes)), ranks
-    raise LayoutError(
-        "Mesh takes names of axes and ranks, as in Mesh(('dp', 'tp'), [[0, 1], [2, 3]]), Mesh((2, 2), ('dp', 'tp')) "
-        f"or Mesh.of(dp=2, tp=2); got {axes!r} and {ranks!r}"
-    )
+    raise LayoutError(f"Mesh takes names of axes and ranks; got {axes!r} and {ranks!r}; {_MESH_FORMS}")
+
+
+_MESH_FORMS = "write Mesh.of(dp=2, tp=2), Mesh((2, 2), ('dp', 'tp')) or Mesh(('dp', 'tp'), [[0, 1], [2, 3]])"
 
 
 def _are_names(value: Any) -> bool:

@@ -39,7 +39,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from shardwise._text import count_of, draw_html
+from shardwise._text import count_of, draw_html, public
 from shardwise.geometry.box import Box, LayoutError, NotationError, Piece
 from shardwise.geometry.layout import Layout, ShardingSpec
 from shardwise.geometry.mesh import MAX_RANKS, Mesh, format_ranks
@@ -140,7 +140,7 @@ class Scanner:
         except NotationError:
             raise
         except LayoutError as error:
-            raise NotationError(str(error), self.text, at) from error
+            raise NotationError(str(error), self.text, at) from None
 
     @property
     def rest(self) -> str:
@@ -215,6 +215,7 @@ class Scanner:
             self.fail(f"expected nothing more {place}; {self.found()}")
 
 
+@public
 def format_layout(layout: Layout, dtype: str | None = "f32") -> str:
     """Write a layout in the notation; a spec of a user's own class is written as its pieces. None leaves out the dtype.
 
@@ -358,6 +359,7 @@ class TensorType:
         return draw_html("layout_html", self.layout, self.dtype)
 
 
+@public
 def parse_layout(text: str, like: TensorType | None = None) -> TensorType:
     """Read a tensor's element type, shape and layout; with `like`, a text without type and shape takes those.
 
@@ -379,6 +381,7 @@ def parse_layout(text: str, like: TensorType | None = None) -> TensorType:
     return TensorType(dtype, _read_layout(scanner, shape))
 
 
+@public
 def parse_spec(text: str) -> ShardingSpec:
     """Read the rule alone, without element type and shape.
 
@@ -388,6 +391,7 @@ def parse_spec(text: str) -> ShardingSpec:
     return _read_rule(Scanner(text)).spec
 
 
+@public
 def parse_placements(text: str) -> tuple[Placement, ...]:
     """Read placements, one for each mesh axis.
 
@@ -416,6 +420,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 MAX_DIMS = 64
 _LONG_WORDS = {"replica": "R", "shard": "S(0) for dim 0", "partial": "P", "colwise": "S(0)", "rowwise": "S(1)"}
+_SMALL_LETTERS = {"s": "S(0) for dim 0", "r": "R", "p": "P", "none": "R"}
 
 
 @dataclass
@@ -536,6 +541,9 @@ def _read_placement(scanner: Scanner, place: str) -> Placement:
     if not scanner.take("S"):
         word = scanner.peek_word().lower()
         short = next((f"; write {s}" for long, s in _LONG_WORDS.items() if word.startswith(long)), "")
+        short = f"; write {_SMALL_LETTERS[word]}" if word in _SMALL_LETTERS else short
+        if scanner.rest[len(word) :].lstrip().startswith("="):
+            short = f"; a mesh follows the word on: 'on {scanner.rest[:LONGEST_SHOWN]}'"
         scanner.fail(
             f"expected S(dim), R or P{place} (for Shard(dim), Replicate(), Partial()); {scanner.found()}{short}"
         )

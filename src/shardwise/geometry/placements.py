@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -607,6 +607,12 @@ def resolve_dim(dim: int, shape: Sequence[int], what: str) -> int:
         fits = f"a dim from {-ndim} to {ndim - 1}" if ndim else "no dim: a 0-dim tensor can only be replicated"
         raise LayoutError(f"{what}: a tensor of shape {tuple(shape)} has {fits}")
     return dim % ndim
+
+
+class PlacementLike(Protocol):
+    """What torch's placements answer; those of its kinds are read as ours."""
+
+    def is_replicate(self) -> bool: ...
 
 
 def to_placement(value: Any, where: str = "") -> Placement:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise._text import public
 from shardwise.geometry.box import Box, LayoutError, Piece
 from shardwise.geometry.layout import Layout, PieceTable, ShardingSpec, build_checked_table
 from shardwise.geometry.mesh import IntArray, Mesh
@@ -18,6 +19,7 @@ from shardwise.geometry.placements import Partial, Placement, Replicate, RowOwne
 from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSpec
 
 
+@public
 def layout_to_json(layout: Layout) -> dict[str, Any]:
     """A layout as plain data; a spec of a user's own class is written as its pieces.
 
@@ -30,6 +32,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
     return {"shape": list(layout.shape), "spec": spec}
 
 
+@public
 def layout_from_json(data: dict[str, Any]) -> Layout:
     """The layout that `layout_to_json` wrote, checked again.
 
@@ -39,7 +42,7 @@ def layout_from_json(data: dict[str, Any]) -> Layout:
     try:
         return spec_from_json(data["spec"]).layout(data["shape"])
     except (KeyError, TypeError, IndexError) as error:
-        raise LayoutError(f"this is not a layout in JSON: {type(error).__name__}: {error}") from error
+        raise LayoutError(f"this is not a layout in JSON: {type(error).__name__}: {error}") from None
 
 
 def spec_from_json(data: dict[str, Any]) -> ShardingSpec:
@@ -74,6 +77,7 @@ def placement_from_json(data: dict[str, Any]) -> Placement:
     raise LayoutError(f"unknown kind of placement {kind!r}; known: replicate, partial, shard")
 
 
+@public
 def infer_spec(shape: Sequence[int], pieces: Sequence[Piece]) -> ShardingSpec:
     """The simplest spec that assigns every rank exactly these pieces of a tensor of this shape, in this order.
 

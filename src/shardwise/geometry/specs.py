@@ -26,10 +26,11 @@ from shardwise.geometry.layout import (
     mesh_table,
     table_from_boxes,
 )
-from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, freeze_array, number_ranks, to_mesh
+from shardwise.geometry.mesh import DeviceMeshLike, IntArray, Mesh, format_ranks, freeze_array, number_ranks, to_mesh
 from shardwise.geometry.placements import (
     Partial,
     Placement,
+    PlacementLike,
     Reduction,
     Replicate,
     Shard,
@@ -183,7 +184,12 @@ class MeshSpec(_ProductSpec):
     placements: tuple[Placement, ...]
     order: tuple[str, ...]
 
-    def __init__(self, mesh: Any, placements: Any, order: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh | DeviceMeshLike,
+        placements: Placement | PlacementLike | Sequence[Placement | PlacementLike],
+        order: Sequence[str] | None = None,
+    ) -> None:
         object.__setattr__(self, "mesh", to_mesh(mesh))
         listed = self._list_placements(placements)
         object.__setattr__(self, "placements", self._read_placements(listed))

@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 from shardwise._progress import Progress, check_progress, show_progress
+from shardwise._text import public
 from shardwise.checkpoint import load as load_checkpoint
 from shardwise.checkpoint import open as open_checkpoint
 from shardwise.comm import Comm
@@ -31,6 +32,7 @@ from shardwise.tensor.creation import shard
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 
+@public
 def load(
     model: Any,
     folder: str | os.PathLike[str],

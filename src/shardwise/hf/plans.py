@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise._text import package_logger
+from shardwise._text import package_logger, public
 from shardwise._torch import pytree
 from shardwise.geometry import Mesh, Replicate, Shard
 from shardwise.geometry.notation import read_placements
@@ -318,6 +318,7 @@ SEQUENCE_AXIS = "cp"
 _AXES = (TENSOR_AXIS, EXPERT_AXIS, *DATA_AXES, SEQUENCE_AXIS)
 
 
+@public
 def plan(
     model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None = None, *, sequence_parallel: bool = False
 ) -> ModelPlan:
@@ -443,7 +444,7 @@ def _split_linear_layers(model: nn.Module, ranks: int, example: Mapping[str, Any
             f"forward pass shows columns and rows that {ranks} ranks divide"
             + (f" ({problem})" if problem else "")
             + "; add patterns for them, or use the axis fsdp",
-            stacklevel=3,
+            stacklevel=4,
         )
     return found
 

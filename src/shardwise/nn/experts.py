@@ -472,7 +472,7 @@ class GroupedExperts(nn.Module):
         activation: Callable[[Tensor], Tensor] = F.silu,
         axis: str | None = "ep",
         capacity_factor: float | None = None,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()

@@ -47,6 +47,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise._text import public
 from shardwise._torch import count_running_calls, pytree
 from shardwise._tree import flatten_nest, map_nest, unflatten_nest
 from shardwise.comm import Comm, DisagreementError, agree, gather_values, name_ranks
@@ -137,6 +138,7 @@ def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None
     replicated = plan.replicated.placements
     order = list(signature(module.forward).parameters) if by_name else []
 
+    @public
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         warn_compiled_callers()
         _drop_interrupted(module)
@@ -159,6 +161,7 @@ def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None
         _input_scopes.set((*_input_scopes.get(), InputScope(module, reading, splits)))
         return taken
 
+    @public
     def leave(module: nn.Module, _args: Any, output: Any) -> Any:
         opened = _input_scopes.get()
         if not opened or opened[-1].module is not module:  # the inputs could not be placed

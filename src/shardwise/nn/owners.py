@@ -23,8 +23,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, optim
+from torch.optim.optimizer import ParamsT
 
-from shardwise._text import count_of
+from shardwise._text import count_of, public
 from shardwise.comm import Comm
 from shardwise.geometry import Box, EnumerableSpec, Layout, Piece
 from shardwise.tensor import ShardedTensor, redistribute_many, wrap
@@ -35,6 +36,7 @@ Name = TypeVar("Name", str, tuple[int, int])
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of torch.optim.Muon
 
 
+@public
 def deal_owners(costs: Mapping[Name, float], ranks: Sequence[int]) -> dict[Name, int]:
     """A rank for each name: the largest cost first, to the rank with the least so far; ties by name, then by rank.
 
@@ -98,7 +100,7 @@ class OwnerOptimizer(optim.Optimizer):
     sharded_state: tuple[str, ...] = ()
 
     def __init__(
-        self, params: Any, defaults: Mapping[str, Any] | None = None, *, max_buffer_bytes: int | None = None
+        self, params: ParamsT, defaults: Mapping[str, Any] | None = None, *, max_buffer_bytes: int | None = None
     ) -> None:
         if isinstance(params, Mapping):
             params = list(params.items())
@@ -389,7 +391,7 @@ class Muon(OwnerOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,

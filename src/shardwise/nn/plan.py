@@ -328,7 +328,7 @@ class ModelPlan:
             try:
                 _check_inputs(self._read_inputs(text), text)
             except LayoutError as error:
-                raise PlanError(f"input_plan {name + ': ' if name != OTHERS else ''}{text!r}: {error}") from error
+                raise PlanError(f"input_plan {name + ': ' if name != OTHERS else ''}{text!r}: {error}") from None
         if isinstance(self.activations, Mapping):
             written = {pattern: write_placements(value) for pattern, value in self.activations.items()}
             object.__setattr__(self, "activations", written)
@@ -780,7 +780,7 @@ def _check_activations(plan: ModelPlan) -> None:
         try:
             found = plan.activation_placements(text)
         except LayoutError as error:
-            raise PlanError(f"activations {where + ': ' if where else ''}{text!r}: {error}") from error
+            raise PlanError(f"activations {where + ': ' if where else ''}{text!r}: {error}") from None
         if any(isinstance(p, Partial) or (isinstance(p, Shard) and p.dim < 0) for p in found.values()):
             raise PlanError(
                 f"activations {text!r}: activations are sharded or replicated, never pending, and dims are counted "

@@ -29,7 +29,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
-from shardwise._text import draw_html
+from shardwise._text import draw_html, public
 from shardwise.geometry import Box, EnumerableSpec, Layout, MeshSpec, Piece, Placement, Replicate, Shard
 from shardwise.geometry.notation import format_placement
 from shardwise.nn.heads import find_projections
@@ -159,6 +159,7 @@ def _fold_plan_rows(rows: list[PlanRow]) -> PlanRow:
     return replace(rows[0], name=_NUMBER.sub(lambda _: next(texts), rows[0].name), count=len(rows))
 
 
+@public
 def describe_plan(plan: ModelPlan, module: nn.Module) -> PlanTable:
     """What a plan does to a model, which may be on the meta device; needs no process group.
 
@@ -349,7 +350,9 @@ class BalancedPlanner(ShardingPlanner):
     ) -> None:
         self.ranks = tuple(range(ranks)) if isinstance(ranks, int) else tuple(ranks)
         if not self.ranks or len(set(self.ranks)) != len(self.ranks):
-            raise ValueError(f"BalancedPlanner needs distinct ranks; got {list(self.ranks)}")
+            raise ValueError(
+                f"BalancedPlanner takes a number of ranks, 1 or more, or a list of different ranks; got {ranks!r}"
+            )
         self.memory_limit, self.is_table, self.bytes_per_byte = memory_limit, is_table, bytes_per_byte
 
     def build_plan(self, module: nn.Module) -> ShardingPlan:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise._text import parse_json, parse_text
+from shardwise._text import parse_json, parse_text, public
 from shardwise.geometry import LayoutError
 from shardwise.geometry.state_map import TensorShape
 from shardwise.nn.plan import ModelPlan, PlanError, read_mesh, to_toml
@@ -58,6 +58,7 @@ _TYPE = re.compile(r"\s*(\w+)\s*\[([\d\s,]*)\]\s*")
 _MOST_SHAPES = 1_000_000
 
 
+@public
 def plan_to_data(plan: ModelPlan) -> dict[str, Any]:
     """A plan as plain data.
 
@@ -68,6 +69,7 @@ def plan_to_data(plan: ModelPlan) -> dict[str, Any]:
     return plan.to_data()
 
 
+@public
 def plan_from_data(data: Mapping[str, Any], source: str = "the plan") -> ModelPlan:
     """A plan from plain data; unknown and misshapen fields are errors.
 
@@ -97,6 +99,7 @@ def _check_values(data: Mapping[str, Any], source: str) -> None:
                 raise PlanError(f"{source}: {part} {name!r} is a {kind.__name__}, got {type(value).__name__}")
 
 
+@public
 def save_plan(plan: ModelPlan, path: str | Path) -> None:
     """Write a plan to a .toml, .json or .yaml file.
 
@@ -120,6 +123,7 @@ def save_plan(plan: ModelPlan, path: str | Path) -> None:
         path.write_text(_import_yaml(path).safe_dump(data, sort_keys=False), encoding="utf-8")
 
 
+@public
 def load_plan(path: str | os.PathLike[str]) -> ModelPlan:
     """Read a plan from a .toml, .json or .yaml file.
 
@@ -180,7 +184,7 @@ def _read_data(path: Path) -> dict[str, Any]:
         else:
             data = parse_json(text, unique_keys=True) if kind == "json" else parse_text(tomllib.loads, text)
     except ValueError as error:
-        raise PlanError(f"{path.name} is not valid {kind.upper()}: {error}") from error
+        raise PlanError(f"{path.name} is not valid {kind.upper()}: {error}") from None
     if not isinstance(data, dict):
         raise PlanError(f"{path.name}: a plan is a table with the fields {', '.join(FIELDS)}")
     return data
@@ -207,7 +211,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
         _check_yaml_keys(parse_text(lambda given: module.compose(given, Loader=module.SafeLoader), text))
         return parse_text(module.safe_load, text)
     except module.YAMLError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error)) from None
 
 
 def _check_yaml_keys(root: Any) -> None:

@@ -31,6 +31,7 @@ Memory that was allocated without values holds a pattern of bytes. Where it stil
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 import logging
 import os
@@ -46,7 +47,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardwise._text import package_logger
+from shardwise._text import package_logger, public
 from shardwise._torch import count_running_calls
 from shardwise._tree import map_nest
 from shardwise.comm import Comm, DisagreementError, agree, name_ranks
@@ -397,6 +398,7 @@ def shard_or_allocate(
     return shard(tensor.detach(), spec, comm.ranks[src_rank], comm=comm)
 
 
+@public
 def shard_parameter(
     module: nn.Module,
     param_name: str,
@@ -440,7 +442,14 @@ def _put_sharded_parameter(
 def _find_parameter(module: nn.Module, param_name: str) -> torch.Tensor:
     """Return a parameter that can be sharded, or raise."""
     if not hasattr(module, param_name):
-        raise AttributeError(f"{type(module).__name__} has no attribute `{param_name}`")
+        text = f"{type(module).__name__} has no attribute `{param_name}`"
+        owner, _, own = param_name.rpartition(".")
+        known = dict(module.named_parameters())
+        if param_name in known:
+            text += f"; a module in it has it: shard_parameter(module.get_submodule({owner!r}), {own!r}, spec)"
+        elif near := difflib.get_close_matches(param_name, known, n=2):
+            text += f"; near it: {', '.join(near)}"
+        raise AttributeError(text)
     tensor = getattr(module, param_name)
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(
@@ -451,6 +460,7 @@ def _find_parameter(module: nn.Module, param_name: str) -> torch.Tensor:
     return tensor
 
 
+@public
 def shard_module(
     module: M,
     plan: ShardingPlan | ModelPlan | str | os.PathLike[str],
@@ -507,7 +517,7 @@ def shard_module(
     after = [(before.get(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
     hold_sharded_parameters([(w, p) for w, p in after if w is not None and w is not p and isinstance(p, ShardedTensor)])
     for text in heads if comm.rank == comm.ranks[0] else ():
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=3)
     missing.fill()
     check_on_all_ranks(comm, missing.check)
     _log_sharded(module, plan, comm)
@@ -657,6 +667,7 @@ def _replicate_buffers(module: nn.Module, plan: ModelPlan, src_rank: int, group:
             )
 
 
+@public
 def check_plan(module: nn.Module, plan: ShardingPlan) -> None:
     """Raise unless a plan fits the model: its entries name something, lay it out, and do not conflict.
 
@@ -726,6 +737,7 @@ def _check_free_of_sharders(kind: str, name: str, path: str, sharded: list[str])
             )
 
 
+@public
 def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
     """Make a module lay its sharded output out by a spec; other outputs pass.
 
@@ -741,6 +753,7 @@ def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modul
     return module
 
 
+@public
 def collect_local_shard(module: nn.Module) -> nn.Module:
     """Make a module return its rank's local tensor in place of a sharded output.
 

@@ -40,7 +40,7 @@ from shardwise.ops.discovery import (
 )
 from shardwise.ops.engine import compute
 from shardwise.ops.propagation import same_kind
-from shardwise.ops.registration import format_strategy
+from shardwise.ops.registration import OperatorLike, format_strategy
 from shardwise.ops.rule import (
     OperatorCall,
     Rule,
@@ -303,7 +303,7 @@ class CheckReport:
 
 
 def check_sharding(
-    op: Any,
+    op: OperatorLike,
     *sample_args: Any,
     find_missing: bool = True,
     empty: bool = False,

@@ -80,6 +80,7 @@ from shardwise.ops.propagation import (
 from shardwise.ops.rule import (
     OperatorCall,
     Steps,
+    check_dims,
     find_functional,
     find_rule,
     has_tag,
@@ -159,11 +160,14 @@ def _is_mask(tensor: Any) -> bool:
 def propagate(call: OperatorCall) -> Callable[[], Any]:
     """How a call is computed. It is decided by layouts and metadata, the same on every rank."""
     op, rule, tensors = call.op, find_rule(call.op), call.tensors
+    pointwise = rule is None and is_pointwise(op)
+    if not pointwise:
+        check_dims(call)
     if rule is not None and any(map(_has_copies, tensors)) and not rule_takes_copies(rule):
         return partial(_run_without_copies, call)
     if isinstance(rule, Steps):
         return partial(_run_own_steps, call, rule)
-    unknown = rule is None and not is_pointwise(op)
+    unknown = rule is None and not pointwise
     if unknown and is_composite(op):
         return partial(_decompose, call)
     written = call.written

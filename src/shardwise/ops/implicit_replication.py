@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise._cache import cache_by_identity
+from shardwise._text import public
 from shardwise._torch import pytree
 from shardwise.comm import Comm
 from shardwise.comm.current import resolve_comm
@@ -65,6 +66,7 @@ def reads_plain_as_replicated() -> bool:
     return _plain_is_replicated.get()
 
 
+@public
 def replicate(tensor: Tensor, like: ShardedTensor | None = None) -> ShardedTensor:
     """A plain tensor that every rank holds, as a ShardedTensor on the mesh of `like`; nothing is sent or copied.
 
@@ -122,8 +124,8 @@ def convert_plain_tensors(call: OperatorCall) -> list[ShardedTensor]:
                 f"{call.op} got a plain tensor of shape {tuple(tensor.shape)} as argument "
                 f"{_argument_name(call, number)!r} "
                 "next to a ShardedTensor; if every rank has the same values pass shardwise.replicate(t), or use "
-                "`with shardwise.plain_as_replicated():`; a model that is given plain inputs needs a ModelPlan with "
-                'an input_plan ("R": the same on every rank)'
+                "`with shardwise.plain_as_replicated():`; for a model, shard_module(model, plan) shards parameters, an "
+                'input_plan reads plain inputs ("R": the same on every rank), output_plan="plain" returns plain ones'
             )
     return found
 

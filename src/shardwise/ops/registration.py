@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -207,20 +207,31 @@ def _make_template(value: Any, lengths: dict[int, int], index_limit: int) -> Any
 
 
 R = TypeVar("R", bound=OperatorCode)
-
-
-@overload
-def register_sharding(op: Any, *, override: bool = False, dtensor: bool = False) -> Callable[[R], R]: ...
+OperatorLike: TypeAlias = Callable[..., Any]  # torch.ops.aten.mm.default, or what torch.library.custom_op returned
 
 
 @overload
 def register_sharding(
-    op: Any, rule: Literal["auto"] | OperatorCode, *, override: bool = False, dtensor: bool = False
+    op: OperatorLike | Sequence[OperatorLike], *, override: bool = False, dtensor: bool = False
+) -> Callable[[R], R]: ...
+
+
+@overload
+def register_sharding(
+    op: OperatorLike | Sequence[OperatorLike],
+    rule: Literal["auto"] | OperatorCode,
+    *,
+    override: bool = False,
+    dtensor: bool = False,
 ) -> OperatorCode: ...
 
 
 def register_sharding(
-    op: Any, rule: Literal["auto"] | OperatorCode | None = None, *, override: bool = False, dtensor: bool = False
+    op: OperatorLike | Sequence[OperatorLike],
+    rule: Literal["auto"] | OperatorCode | None = None,
+    *,
+    override: bool = False,
+    dtensor: bool = False,
 ) -> Any:
     """Register the rule of an operator, or of several; with `dtensor=True` for torch's DTensor too.
 
@@ -258,7 +269,7 @@ def register_sharding(
 
 
 @contextmanager
-def sharding_rule(op: Any, rule: OperatorCode, *, dtensor: bool = False) -> Iterator[None]:
+def sharding_rule(op: OperatorLike, rule: OperatorCode, *, dtensor: bool = False) -> Iterator[None]:
     """Use a rule inside a `with` block only; the previous one comes back.
 
     >>> import torch
@@ -280,7 +291,7 @@ def sharding_rule(op: Any, rule: OperatorCode, *, dtensor: bool = False) -> Iter
             remove_dtensor_rule(op)
 
 
-def remove_sharding(op: Any) -> None:
+def remove_sharding(op: OperatorLike | Sequence[OperatorLike]) -> None:
     """Remove the rule of an operator, for torch's DTensor too; what DTensor had before comes back.
 
     >>> import torch
@@ -584,7 +595,9 @@ class DiscoveryReport:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes), f"  not decided: {UNDECIDED}"])
 
 
-def discover_sharding(op: Any, *sample_args: Any, progress: Progress = None, **sample_kwargs: Any) -> DiscoveryReport:
+def discover_sharding(
+    op: OperatorLike, *sample_args: Any, progress: Progress = None, **sample_kwargs: Any
+) -> DiscoveryReport:
     """Find the strategies of an operator by trying: cut sample inputs in parts and see what the results make up.
 
     The samples set shapes, dtypes and the range of integers; values are drawn at random. Dims of equal length are split

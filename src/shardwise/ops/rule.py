@@ -151,6 +151,46 @@ def written_slots(op: Any) -> tuple[str, ...]:
 
 
 @cached()
+def _dim_arguments(op: Any) -> tuple[tuple[int, str], ...]:
+    """The places and names of the arguments that are dims of an operator's first tensor."""
+    schema = getattr(op, "_schema", None)
+    if schema is None or schema.name.endswith("_backward") or not schema.arguments:
+        return ()
+    first = str(schema.arguments[0].type)
+    named = [(i, a.name) for i, a in enumerate(schema.arguments) if a.name in ("dim", "dims", "dim0", "dim1")]
+    known = first in ("Tensor", "List[Tensor]") and not schema.name.endswith(("diag_embed", "diag_embed_copy"))
+    return tuple(named) if known else ()
+
+
+def check_dims(call: OperatorCall) -> None:
+    """Raise torch's errors for dims that the tensor has not, or that come twice; rules may count modulo its dims.
+
+    >>> check_dims(split_call(torch.ops.aten.softmax.int, (torch.ones(2, 3), 2), {}))
+    Traceback (most recent call last):
+    ...
+    IndexError: Dimension out of range (expected to be in range of [-2, 1], but got 2)
+    """
+    for place, name in _dim_arguments(call.op):
+        value: Any = call.args[place] if place < len(call.args) else call.kwargs.get(name)
+        listed = list(value) if isinstance(value, list | tuple) else [value]
+        dims = [dim for dim in listed if isinstance(dim, int)]  # others are defaults and names
+        if not dims or not call.tensors:
+            continue
+        of = call.tensors if isinstance(call.args[0], list | tuple) else call.tensors[:1]
+        ndim = max(1, max(t.ndim for t in of) + (name_of(call.op).split(".")[1] in _MAKE_A_DIM))
+        wrong = [dim for dim in dims if not -ndim <= dim < ndim]
+        if wrong:
+            span = f"[{-ndim}, {ndim - 1}]"
+            raise IndexError(f"Dimension out of range (expected to be in range of {span}, but got {wrong[0]})")
+        twice = [dim for dim in dims if [d % ndim for d in dims].count(dim % ndim) > 1]
+        if twice and name == "dim" and "fft" not in name_of(call.op):
+            raise RuntimeError(f"dim {twice[0] % ndim} appears multiple times in the list of dims")
+
+
+_MAKE_A_DIM = ("unsqueeze", "unsqueeze_", "unsqueeze_copy", "stack")
+
+
+@cached()
 def has_tag(op: Any, tag: torch.Tag) -> bool:
     """Whether torch tags an operator so; remembered, since comparing tags takes long."""
     return tag in getattr(op, "tags", ())

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwise._text import public
 from shardwise.compiler.schedule import GraphMove, Timeline
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Shard, parse_layout, shorten_layout
 from shardwise.geometry.notation import DType, find_dtype
@@ -477,6 +478,7 @@ class PlannedParameter(NamedTuple):
     trained: bool
 
 
+@public
 def estimate(
     model: nn.Module | Shapes,
     plan: ModelPlan,

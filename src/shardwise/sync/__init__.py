@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
+from shardwise._text import public
 from shardwise.checkpoint.changes import FilePublisher
 from shardwise.checkpoint.digests import Digest, digest
 from shardwise.comm.current import GroupOrComm, resolve_comm
@@ -43,6 +44,7 @@ NameMapping = StateMap | Mapping[str, object] | str | os.PathLike[str] | None
 Names = NameMapping | Callable[[Mapping[str, TensorShape]], NameMapping]
 
 
+@public
 def publish(
     state: object,
     address: str,
@@ -79,6 +81,7 @@ def publish(
     )
 
 
+@public
 def publish_files(
     state: object,
     path: str | os.PathLike[str],
@@ -107,6 +110,7 @@ def publish_files(
     return FilePublisher(state, path, resolve_comm(comm), max_kept_bytes)
 
 
+@public
 def subscribe(
     state: object,
     address: str,

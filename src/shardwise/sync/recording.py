@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise._text import public
 from shardwise._torch import storage_identity
 from shardwise.checkpoint.state import dtype_of, torch_dtype
 from shardwise.geometry import Box, LayoutError, find_dtype
@@ -469,6 +470,7 @@ def _line_of_loader() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
+@public
 def record(
     load_weights: LoadWeights,
     shapes: Mapping[str, TensorShape | Tensor | tuple[Sequence[int], torch.dtype]],

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from shardwise._cache import cached
+from shardwise._text import public
 from shardwise._torch import (
     BackwardHookFunction,
     CheckpointFunction,
@@ -386,6 +387,7 @@ def _let_all_functions_take_sharded() -> None:
 _let_all_functions_take_sharded()
 
 
+@public
 def register_autograd_function(function: F) -> F:
     """Let a `torch.autograd.Function` of torch itself take ShardedTensors; every other one does. Also a decorator.
 

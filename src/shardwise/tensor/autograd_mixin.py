@@ -441,7 +441,9 @@ class AutogradMixin(AttributesMixin):
     def _check_gradient(self, value: Tensor, layout: Layout) -> None:
         if not isinstance(value, AutogradMixin) or value.sharding != layout:
             found = format_layout_text(value.sharding) if isinstance(value, AutogradMixin) else type(value).__name__
-            raise ValueError(f"the gradient has the layout {format_layout_text(layout)}, got {found}; redistribute it")
+            wanted = format_layout_text(layout)
+            advice = "redistribute it" if isinstance(value, AutogradMixin) else f"pass shard(t, '{wanted}')"
+            raise ValueError(f"the gradient has the layout {wanted}, got {found}; {advice}")
 
     @property
     def data(self) -> Self:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, U
 import torch
 from torch import Tensor
 
-from shardwise._text import count_of
+from shardwise._text import count_of, public
 from shardwise._torch import is_dual_level
 from shardwise.comm import (
     Comm,
@@ -276,6 +276,11 @@ def _advice_for_spec(spec: Any) -> str:
     listed = spec if isinstance(spec, list | tuple) else [spec]
     if listed and all(hasattr(p, "is_shard") for p in listed):
         return "; placements need a mesh: shard(x, Mesh.of(tp=4), (Shard(0),))"
+    axes = [p for p in listed if isinstance(p, str)]
+    if isinstance(spec, list | tuple) and axes and len(axes) + listed.count(None) == len(listed):  # as JAX has them
+        written = ", ".join(f"S({listed.index(axis)})" for axis in axes)
+        sizes = ",".join(f"{axis}=2" for axis in axes)
+        return f"; here each axis of a mesh has a placement: shard(x, 'on {sizes}: {written}')"
     return ""
 
 
@@ -477,6 +482,7 @@ def redistribute_many(
     async_op: Literal[True],
     max_buffer_bytes: int | None = None,
 ) -> Handle[list[ShardedTensor]]: ...
+@public
 def redistribute_many(
     tensors: Sequence[ShardedTensor],
     targets: Sequence[Any],
@@ -497,10 +503,14 @@ def redistribute_many(
     [(4, 3), (2, 1)]
     """
     label = "redistribute_many"
+    lists: tuple[object, object] = tensors, targets
+    if not all(isinstance(given, Sequence) for given in lists):
+        kinds = f"{type(tensors).__name__} and {type(targets).__name__}"
+        raise TypeError(f"{label} takes a list of tensors and a list of targets, got {kinds}; one is x.redistribute()")
     if not tensors and not targets:
         return Handle(None, lambda results: []) if async_op else []
-    given: Sequence[object] = tensors
-    plain = [type(t).__name__ for t in given if not isinstance(t, ShardedTensor)]
+    each: Sequence[object] = tensors
+    plain = [type(t).__name__ for t in each if not isinstance(t, ShardedTensor)]
     if plain:
         raise TypeError(f"{label}: moves ShardedTensors, got {plain[0]}; make one with shard() or from_local()")
     if not tensors or any(t.comm is not tensors[0].comm for t in tensors):
@@ -556,6 +566,16 @@ class CreationOptions(TypedDict, total=False):
     device: torch.device | str | None
 
 
+class LikeOptions(TypedDict, total=False):
+    """What `empty_like` and the functions that fill its result take by keyword."""
+
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+    requires_grad: bool
+    pin_memory: bool
+
+
+@public
 def empty(
     sharding_spec: ShardingSpec | str,
     *size: int | Sequence[int],
@@ -617,10 +637,11 @@ def takes_options_of(model: Callable[..., Any]) -> Callable[[F], F]:
     return show
 
 
+@public
 @takes_options_of(empty)
 def full(
     sharding_spec: ShardingSpec | str,
-    size: Any,
+    size: int | Sequence[int | Sequence[int]],
     fill_value: complex,
     **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
@@ -640,6 +661,7 @@ def full(
         return fill_with(tensor, fill_value)
 
 
+@public
 @takes_options_of(empty)
 def zeros(
     sharding_spec: ShardingSpec | str,
@@ -660,6 +682,7 @@ def zeros(
     )
 
 
+@public
 @takes_options_of(empty)
 def ones(
     sharding_spec: ShardingSpec | str,
@@ -680,6 +703,7 @@ def ones(
     )
 
 
+@public
 @takes_options_of(empty)
 def rand(
     sharding_spec: ShardingSpec | str,
@@ -705,6 +729,7 @@ def rand(
     return _draw_values("rand", tensor, lambda: uniform(0, 1, tensor.dtype), generator, seed)
 
 
+@public
 @takes_options_of(empty)
 def randn(
     sharding_spec: ShardingSpec | str,
@@ -739,6 +764,7 @@ def _draw_values(
         return draw_into(tensor, values, label=label, generator=generator, seed=seed)
 
 
+@public
 def empty_like(
     tensor: ShardedTensor,
     *,
@@ -762,7 +788,8 @@ def empty_like(
     return made.requires_grad_(requires_grad)
 
 
-def full_like(tensor: ShardedTensor, fill_value: complex, **options: Any) -> ShardedTensor:
+@public
+def full_like(tensor: ShardedTensor, fill_value: complex, **options: Unpack[LikeOptions]) -> ShardedTensor:
     """A tensor in the layout of another, filled with one value; options as for `empty_like`.
 
     >>> from shardwise.geometry import ChunkSpec
@@ -773,7 +800,8 @@ def full_like(tensor: ShardedTensor, fill_value: complex, **options: Any) -> Sha
         return fill_with(empty_like(tensor, **options), fill_value)
 
 
-def zeros_like(tensor: ShardedTensor, **options: Any) -> ShardedTensor:
+@public
+def zeros_like(tensor: ShardedTensor, **options: Unpack[LikeOptions]) -> ShardedTensor:
     """A tensor of zeros in the layout of another; options as for `empty_like`.
 
     >>> from shardwise.geometry import ChunkSpec
@@ -783,7 +811,8 @@ def zeros_like(tensor: ShardedTensor, **options: Any) -> ShardedTensor:
     return full_like(tensor, 0, **options)
 
 
-def ones_like(tensor: ShardedTensor, **options: Any) -> ShardedTensor:
+@public
+def ones_like(tensor: ShardedTensor, **options: Unpack[LikeOptions]) -> ShardedTensor:
     """A tensor of ones in the layout of another; options as for `empty_like`.
 
     >>> from shardwise.geometry import ChunkSpec
@@ -793,8 +822,13 @@ def ones_like(tensor: ShardedTensor, **options: Any) -> ShardedTensor:
     return full_like(tensor, 1, **options)
 
 
+@public
 def rand_like(
-    tensor: ShardedTensor, *, generator: torch.Generator | None = None, seed: int | None = None, **options: Any
+    tensor: ShardedTensor,
+    *,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+    **options: Unpack[LikeOptions],
 ) -> ShardedTensor:
     """A tensor of uniform random numbers in the layout of another; options as for `empty_like`.
 
@@ -807,8 +841,13 @@ def rand_like(
     return _draw_values("rand_like", made, lambda: uniform(0, 1, made.dtype), generator, seed)
 
 
+@public
 def randn_like(
-    tensor: ShardedTensor, *, generator: torch.Generator | None = None, seed: int | None = None, **options: Any
+    tensor: ShardedTensor,
+    *,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+    **options: Unpack[LikeOptions],
 ) -> ShardedTensor:
     """A tensor of normal random numbers in the layout of another; options as for `empty_like`.
 

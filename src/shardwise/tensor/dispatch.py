@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from shardwise._cache import clear_on_change
-from shardwise._text import shorten_traceback
+from shardwise._text import is_raised_here, shorten_traceback
 from shardwise._torch import (
     DisableTorchFunctionSubclass,
     DispatchKeys,
@@ -261,15 +261,16 @@ def enter_function(
         if isinstance(error, DisagreementError | LayoutError | UnsupportedOpError):
             explain_wrapper(error)
         outermost = _state.keys is None
-        raise shorten_traceback((_error_of_whole(func, args, kwargs, error) if outermost else None) or error) from (
-            error.__cause__
-        )
+        error = (_error_of_whole(func, args, kwargs, error) if outermost else None) or error
+        raise shorten_traceback(error, outermost=outermost) from error.__cause__
 
 
 _REDUCTION = re.compile(r"a and b must have same reduction dim, but got \[(.*)\] X \[(.*)\]\.")
+_META_TYPE = re.compile(r"Meta(\w+)Type")
 _OURS = str(Path(__file__).parents[1])
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-_OF_ARGUMENTS = (IndexError, RuntimeError, TypeError, ValueError)  # exactly: their children are ours
+# exactly these: their children are ours
+_OF_ARGUMENTS = (IndexError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError)
 
 
 def _error_of_whole(
@@ -278,14 +279,16 @@ def _error_of_whole(
     """What torch says of the whole tensors, where a kernel raised because of the shapes of local ones.
 
     The function is called on tensors without memory. An error that has nothing to do with shapes stays as it is, and is
-    no answer. Errors of a backward pass are of its graph, which the tensors without memory lack.
+    no answer; but where our code stumbled over an argument, what torch says of it is the error. Errors of a backward
+    pass are of its graph, which the tensors without memory lack.
     """
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    if type(error) not in _OF_ARGUMENTS or last is None or last.tb_frame.f_code.co_filename.startswith(_OURS):
-        return None  # not of a kernel: ours say what the whole tensors are
-    if func in _GRADIENTS or not any(c.isdigit() for c in str(error)):
+    if type(error) not in _OF_ARGUMENTS or last is None or func in _GRADIENTS or is_raised_here(error):
+        return None  # what we raise says what the whole tensors are
+    ours = last.tb_frame.f_code.co_filename.startswith(_OURS)
+    if not ours and not any(c.isdigit() for c in str(error)):
         return None
 
     def without_memory(value: Any) -> Any:
@@ -295,9 +298,10 @@ def _error_of_whole(
         with torch.no_grad(), torch.device("meta"):
             func(*pytree.tree_map(without_memory, args), **pytree.tree_map(without_memory, kwargs))
     except Exception as found:
-        text = _REDUCTION.sub(_matrix_shapes, str(found))
-        if type(found) is type(error) and any(c.isdigit() for c in text) and "meta" not in text.lower():
-            return type(error)(text).with_traceback(error.__traceback__)
+        text = _META_TYPE.sub(r"torch.\1Tensor", _REDUCTION.sub(_matrix_shapes, str(found)))
+        fits = type(found) in _OF_ARGUMENTS if ours else type(found) is type(error) and any(map(str.isdigit, text))
+        if fits and "meta" not in text.lower():
+            return type(found)(text).with_traceback(error.__traceback__)
     return None
 
 
@@ -400,6 +404,6 @@ def enter_operator(answer: Callable[..., Any], op: Any, args: tuple[Any, ...], k
     except Exception as error:
         if isinstance(error, DisagreementError | LayoutError | UnsupportedOpError):
             explain_wrapper(error)
-        raise shorten_traceback(error) from error.__cause__
+        raise shorten_traceback(error, outermost=False) from error.__cause__
     finally:
         _state.keys = before

@@ -53,6 +53,7 @@ import torch
 from torch import Tensor
 
 from shardwise._cache import cached
+from shardwise._text import public
 from shardwise._torch import define_operator, is_in_backward, no_dispatch_modes
 from shardwise.comm import Comm, agree
 from shardwise.comm.current import GroupOrComm, resolve_comm
@@ -103,6 +104,7 @@ def _stream_counts_of(comm: Comm) -> _StreamCounts:
     return _stream_counts.setdefault(comm, _StreamCounts())
 
 
+@public
 def manual_seed(seed: int, process_group: GroupOrComm | None = None) -> None:
     """Seed the random numbers of sharded tensors; torch's generator for plain tensors stays as it is.
 

@@ -17,7 +17,7 @@ from shardwise._text import draw_html
 from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, advise_ranks, name_ranks
 from shardwise.comm.current import GroupOrComm, resolve_comm
-from shardwise.geometry import Layout, Mesh, Placement, ShardingSpec
+from shardwise.geometry import Layout, LayoutError, Mesh, Placement, ShardingSpec
 from shardwise.geometry.notation import find_dtype, read_spec
 from shardwise.tensor import pickling
 from shardwise.tensor.autograd_mixin import AutogradMixin, CopiedView, LocalMemoryMixin, TorchNamesMixin
@@ -215,7 +215,12 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
             raise ValueError(f"Only torch.contiguous_format memory_format is currently supported, got {memory_format}")
         comm = cls._resolve_comm(process_group)
         dtype = dtype or torch.get_default_dtype()
-        where = sharding_spec.layout(size_to_tuple(size))
+        try:
+            where = sharding_spec.layout(size_to_tuple(size))
+        except LayoutError as error:
+            if size:
+                raise
+            raise LayoutError(f"{error}; the size follows the spec, as in zeros(spec, 8, 4)") from None
         cls._check_ranks(where, comm)
         tensor = wrap(where, allocate_locals(where, comm, dtype, pin_memory=pin_memory), comm, dtype=dtype, cls=cls)
         return tensor.requires_grad_(requires_grad)

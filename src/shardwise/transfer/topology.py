@@ -160,7 +160,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise LayoutError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise LayoutError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _problem_of(error: Exception) -> str:

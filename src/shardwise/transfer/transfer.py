@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise._text import count_of, draw_html, package_logger
+from shardwise._text import count_of, draw_html, package_logger, public
 from shardwise.geometry.box import LayoutError
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
@@ -566,6 +566,7 @@ def load_from_totals(outline: StepOutline, total: StepTotals, itemsize: int) -> 
 _log = package_logger(__name__)
 
 
+@public
 def plan_transfer(
     src: Layout | TensorType | str,
     dst: Layout | TensorType | str,
@@ -639,6 +640,7 @@ def _describe_other_kind(name: str, given: object) -> str:
     return f"plan_transfer takes layouts, and the {name} is {type(given).__name__}: {str(given)[:80]}; {fix}"
 
 
+@public
 def transfer_from_json(data: dict[str, Any]) -> Transfer:
     """The transfer that `Transfer.to_json` wrote: planned again from its arguments, checked against its figures.
 

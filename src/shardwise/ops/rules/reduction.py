@@ -359,6 +359,8 @@ def _trace_part(view: LocalView, x: Tensor) -> Tensor:
 
 @register_sharding(aten.trace.default)
 def trace(x: TensorMeta) -> list[Any]:
+    if x.ndim != 2:
+        raise RuntimeError(f"trace: expected a matrix, but got tensor with dim {x.ndim}")
     over = Partial("sum") if all(is_in_one_run(x.layout, dim) for dim in range(x.ndim)) else None
     return reduction_strategies(x, None, False, over, keeps=_linear_kinds(x, None), local=_trace_part)
 

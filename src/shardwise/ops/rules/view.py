@@ -353,6 +353,10 @@ def resolve_size(shape: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
     """
     numel, known = math.prod(shape), math.prod(s for s in size if s != -1)
     filled = tuple(numel // max(1, known) if s == -1 else s for s in size)
+    if known == 0 and list(size).count(-1) == 1:
+        raise RuntimeError(
+            f"cannot reshape tensor of {numel} elements into shape {list(size)}: the -1 may be any length; name it"
+        )
     if math.prod(filled) != numel or list(size).count(-1) > 1:
         raise RuntimeError(f"shape {list(size)} is invalid for a tensor of shape {list(shape)} with {numel} elements")
     return filled
