@@ -16,7 +16,7 @@ How do drawn lines reach a terminal? Lines are runs of text, each with the rank 
 Small pictures for notebooks: a layout as tiles, a transfer as a matrix of ranks, and tables.
 
 Each is one piece of HTML with an inline SVG and no script. Texts are escaped by the XML writer. Lines and texts have
-the colour of the page around them, so that light and dark pages both show them; tiles are light, with dark labels.
+the colour of the page around them, so that light and dark pages both show them; labels of tiles are dark or light.
 
 `shardwise.draw`: a picture of a tensor, a layout or a transfer in the terminal.
 """
@@ -178,20 +178,10 @@ def _span(box: Box, dim: int, cuts: list[int]) -> Span:
     return int(first), int(last)
 
 
-PALETTE = (
-    "#8dd3c7",
-    "#ffffb3",
-    "#bebada",
-    "#fb8072",
-    "#80b1d3",
-    "#fdb462",
-    "#b3de69",
-    "#fccde5",
-    "#d9d9d9",
-    "#bc80bd",
-    "#ccebc5",
-    "#ffed6f",
-)
+# Those of `shardwise view` (page/front/parts/colours.js): Okabe and Ito's for up to 8 ranks, a ramp for more.
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8c8c8c")
+RAMP = ("#472d7b", "#3e4a89", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6dcd59", "#b4de2c", "#fde725")
+DARK, LIGHT = "#10161d", "#ffffff"
 PLAINER = str.maketrans("│─┌┐└┘├┤┬┴┼…", "|-+++++++++~")
 
 
@@ -261,7 +251,32 @@ def _print_colours(lines: Sequence[Line], stream: TextIO) -> None:
 
 def colour_of(rank: int) -> str:
     """The style in which a rank's tiles are drawn: the same in every picture."""
-    return f"black on {PALETTE[rank % len(PALETTE)]}"
+    colour = PALETTE[rank % len(PALETTE)]
+    return f"{'black' if ink_on(colour) == DARK else 'white'} on {colour}"
+
+
+def rank_colour(rank: int, count: int) -> str:
+    """The colour of a rank among `count` of them.
+
+    >>> rank_colour(1, 4), rank_colour(0, 64), rank_colour(63, 64)
+    ('#e69f00', '#472d7b', '#fde725')
+    """
+    if count <= len(PALETTE):
+        return PALETTE[rank % len(PALETTE)]
+    place = min(rank, count - 1) / (count - 1) * (len(RAMP) - 1)
+    low = min(len(RAMP) - 2, int(place))
+    mixed = [a + (b - a) * (place - low) for a, b in zip(_channels(RAMP[low]), _channels(RAMP[low + 1]), strict=True)]
+    return "#" + "".join(f"{round(value):02x}" for value in mixed)
+
+
+def ink_on(colour: str) -> str:
+    """Dark or light, whichever is easier to read on a colour."""
+    red, green, blue = ((value / 255) ** 2.2 for value in _channels(colour))
+    return DARK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.24 else LIGHT
+
+
+def _channels(colour: str) -> list[int]:
+    return [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
 
 
 # Which arms (up, down, left, right) meet in a point of a border.
@@ -503,7 +518,7 @@ def layout_html(layout: Layout, dtype: str | None = None) -> str:
     for panel in picture.panels:
         if panel.slice_of:
             _add_text(page, "[" + ", ".join(f"{a}:{b}" for a, b in panel.slice_of) + ", :, :]")
-        page.append(_draw_tiles(panel))
+        page.append(_draw_tiles(panel, 1 + max(layout.ranks, default=0)))
     if picture.hidden_panels:
         _add_text(page, f"and {picture.hidden_panels} more slices")
     if picture.pending is not None:
@@ -555,17 +570,17 @@ def _shorten(text: str) -> str:
     return text if len(text) <= LONGEST_TITLE else f"{text[:LONGEST_TITLE]}…"
 
 
-def _draw_tiles(panel: Panel) -> Element:
+def _draw_tiles(panel: Panel, count: int) -> Element:
     """One rectangle for each tile between the cuts, with the lengths at the borders."""
     lefts, tops = _place(panel.column_sizes, WIDTH), _place(panel.row_sizes, HEIGHT if panel.dims == 2 else 2 * LEAST)
     svg = _make_svg(MARGIN + lefts[-1] + 2, 18 + tops[-1] + 2)
     for tile in panel.tiles:
         x, y = MARGIN + lefts[tile.columns[0]], 18 + tops[tile.rows[0]]
         width, height = lefts[tile.columns[1]] - lefts[tile.columns[0]], tops[tile.rows[1]] - tops[tile.rows[0]]
-        colour = PALETTE[tile.holders[0][0] % len(PALETTE)]
+        colour = rank_colour(tile.holders[0][0], count)
         _add_box(svg, x, y, width, height, {"fill": colour, "stroke": "currentColor"})
         text = label(tile.holders, max(1, int(width / LETTER)))
-        _write(svg, x + width / 2, y + height / 2 + 4, text, {"fill": "#111", "text-anchor": "middle"})
+        _write(svg, x + width / 2, y + height / 2 + 4, text, {"fill": ink_on(colour), "text-anchor": "middle"})
     if panel.dims == 2:
         for size, top, bottom in zip(panel.row_sizes, tops, tops[1:], strict=False):
             _write(svg, MARGIN - 4, 22 + (top + bottom) / 2, str(size), {"text-anchor": "end"})

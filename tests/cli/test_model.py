@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shardwise.cli.main import app
+from shardwise.nn import load_plan
 
 PLAN = """
 mesh = "dp=2,tp=2"
@@ -100,6 +101,11 @@ def test_options_reach_the_estimate(folder: Path) -> None:
 
 def test_factory_may_return_inputs(folder: Path) -> None:
     assert data_of("planned_models:make_with_inputs", "--plan", "whole.toml")["flops"] > 0
+
+
+def test_the_plan_that_is_made_for_a_mesh_is_written(folder: Path) -> None:
+    data = data_of("planned_models:make", "--mesh", "dp=2", "--batch", "2", "--sequence", "16", "-o", "made.toml")
+    assert load_plan("made.toml").to_data() == data["plan"]
 
 
 def test_plan_is_made_for_a_mesh(folder: Path) -> None:

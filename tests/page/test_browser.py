@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -222,7 +223,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_checkpoint_is_searched_sorted_and_looked_into(browser: Browser, checkpoint: str, tmp_path: Path) -> None:
     open_file(browser, CheckpointTarget(open_checkpoint(checkpoint)), tmp_path)
     first = "[data-card=tensors] tbody tr.row td"
-    assert browser.text(first) == "model.blocks.0.up.weight"
+    assert browser.text(first) == "▸ 30 \u00d7model.blocks.0-29.up.weight"
+    assert browser.text("[data-card=tensors] output") == "33 tensors, those alike folded"
+    browser.click("[data-card=tensors] button.fold")
+    assert browser.texts("[data-card=tensors] tbody tr.row td:first-child")[:2] == [
+        "▾model.blocks.0.up.weight",
+        "model.blocks.1.up.weight",
+    ]
+    browser.click("[data-card=tensors] button.fold")
+    assert len(browser.texts("[data-card=tensors] tbody tr.row")) == 4
     browser.fill("[data-card=tensors] input[type=search]", "blocks.1 up")
     assert browser.text("[data-card=tensors] output") == "11 tensors of 33"
     browser.fill("[data-card=tensors] input[type=search]", "nothing like this")
@@ -233,6 +242,7 @@ def test_a_checkpoint_is_searched_sorted_and_looked_into(browser: Browser, check
     assert browser.run("return document.querySelector('[data-card=tensors] th:nth-child(5)').ariaSort") == "descending"
     browser.click(first)
     assert "as chunk(0)" in browser.texts("[data-card=tensors] tr.chosen td")[3]
+    assert browser.text("[data-card=layout] code.whole").endswith("as chunk(0) over 0-3")
     assert "[3:6, 0:4]" in tip_at(browser, canvas("tensor"), 0.5, 0.45)
     assert "rank 1" in tip_at(browser, canvas("balance"), 0.4, 0.5)
     assert len(browser.texts("[data-card=files] tbody tr.row")) == 4
@@ -348,12 +358,40 @@ def test_modules_are_a_tree_and_parameters_a_table(browser: Browser, tmp_path: P
     browser.press("ArrowDown", "ArrowRight", "ArrowDown")
     assert browser.run("return document.activeElement.querySelector('.name').title") == "0"
     assert browser.run("return document.activeElement.ariaLevel") == "3"
+    assert "0-2, 3 alike" in browser.texts("[role=treeitem] .name")[1]
     browser.press("Enter")
-    assert browser.text("[data-card=parameters] output") == "2 parameters of 12"
+    assert browser.text("[data-card=parameters] output") == "4 parameters of 12"
     browser.fill("[data-card=parameters] input[type=search]", "bias")
     browser.click("[data-card=parameters] th:nth-child(1) button")
     assert browser.texts("[data-card=parameters] tbody tr.row td:first-child")[0] == "blocks.0.0.bias"
     assert "traffic" in browser.texts("[data-card=parameters] th")
+
+
+def test_a_number_says_why_and_a_plan_is_a_file(browser: Browser, tmp_path: Path) -> None:
+    open_file(browser, plan_target(PLAN), tmp_path)
+    tip = tip_at(browser, ".figures .asked:nth-child(3)", 0.5, 0.5)
+    assert tip.startswith("The most that the fullest rank holds") and "The largest: blocks.0.0.weight" in tip
+    assert "blocks.0.0.weight" in tip_at(browser, "[data-card=memory] .track span", 0.5, 0.5)
+    browser.run("document.querySelectorAll('[data-name=plan-file] button')[1].click()")
+    browser.wait_for("document.querySelector('[data-name=plan-file] output').textContent")
+    assert browser.text("[data-name=plan-file] output") == "Saved as plan0.toml."
+
+
+def test_an_edited_plan_is_copied_as_toml(browser: Browser) -> None:
+    with served(browser, plan_target(PLAN)):
+        browser.run("navigator.clipboard.writeText = async (text) => { document.body.dataset.copied = text; }")
+        browser.fill("[data-name=mesh]", "dp=4,tp=1")
+        browser.click("[data-name=plan-file] button")
+        browser.wait_for("document.body.dataset.copied")
+        copied = browser.run("return document.body.dataset.copied")
+    assert plan_from_data(tomllib.loads(copied)) == plan_from_data({**PLAN, "mesh": "dp=4,tp=1"})
+
+
+def test_a_thousand_ranks_are_drawn_in_blocks_of_hosts(browser: Browser, tmp_path: Path) -> None:
+    open_file(browser, MoveTarget("f32[1024,1024] on tp=1024: S(0)", "on tp=1024: S(1)"), tmp_path)
+    assert "1,024 ranks in blocks of 8 hosts" in browser.text("[data-card=lanes] .note")
+    tip = tip_at(browser, canvas("lanes"), 0.05, 0.15)
+    assert tip.startswith("ranks 0-63, before") and "holds [0:64, 0:1024]" in tip
 
 
 def test_two_plans_are_side_by_side(browser: Browser, tmp_path: Path) -> None:

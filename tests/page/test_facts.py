@@ -186,13 +186,40 @@ def test_a_move_of_sixteen_thousand_ranks_is_sampled_and_can_be_looked_into() ->
     matrix = facts["matrix"]
     assert matrix["sampled"] and matrix["rows"] == [0, 16384, 128]
     assert len(matrix["values"]) == MATRIX_CELLS and len(matrix["values"][0]) == MATRIX_CELLS
-    assert len(facts["lanes"]["ranks"]) == SHOWN_RANKS
+    lanes = facts["lanes"]
+    assert len(lanes["ranks"]) == SHOWN_RANKS and lanes["labels"][1] == "ranks 1024-2047" and lanes["hosts"] == 128
+    assert lanes["steps"][0]["before"][1] == [[[8192, 0], [16384, 131072]]]
     assert len(facts_to_json(facts)) < 3_000_000
     near = move_of(source, target, MoveQuestion((128, 256), (128, 256), animated=200))
     assert not near["matrix"]["sampled"] and near["matrix"]["rows"] == [128, 256, 1]
     sent = [sum(row) for row in near["matrix"]["values"]]
     assert sent == facts["by_rank"]["sent"][128:256]
     assert near["lanes"]["ranks"][0] == 200
+
+
+def volume(boxes: list[list[list[int]]]) -> int:
+    return sum(int(np.prod(np.subtract(end, start))) for start, end in boxes)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("f32[96,48] on tp=48: S(0)", "on tp=48: S(1)"),
+        ("f32[96,48] on dp=6,tp=8: R, S(0)", "on dp=6,tp=8: S(0), R"),
+        ("f32[100,7] as chunk(0) over 0-19", "on dp=4,tp=8: S(1), S(0)"),
+        ("f32[64,8] on dp=4,tp=8: S(0), P", "on dp=4,tp=8: S(0), R"),
+    ],
+)
+def test_a_block_gets_each_element_once_that_it_needs(source: str, target: str) -> None:
+    """From itself what it holds, from another block the rest; of a pending sum from every block with an addend."""
+    lanes = move_of(source, target)["lanes"]
+    assert lanes["count"] > SHOWN_RANKS and len(lanes["ranks"]) <= SHOWN_RANKS
+    for step in lanes["steps"]:
+        assert step["hidden"] == 0
+        for block, spans in enumerate(step["after"]):
+            rows = [row for row in step["moves"] if row[1] == block]
+            assert all((row[2] == -1) == (row[0] == block) for row in rows)
+            assert volume([row[3:] for row in rows]) == volume(spans) * (1 if step["op"] is None else len(rows))
 
 
 def spread_runs(detail: dict[str, Any], count: int) -> np.ndarray[Any, Any]:

@@ -1,13 +1,17 @@
 """Do the drawings show every tile where it is, in a bounded space, on any terminal?"""
 
 import io
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
 
+import shardwise
 from shardwise.geometry import parse_layout
 from shardwise.view import (
     PALETTE,
+    RAMP,
     Limits,
     TextRun,
     Tile,
@@ -19,6 +23,7 @@ from shardwise.view import (
     picture_of,
     plain_text,
     print_lines,
+    rank_colour,
     replace_unencodable,
 )
 
@@ -212,6 +217,14 @@ def test_a_terminal_gets_colours_by_rank(monkeypatch: pytest.MonkeyPatch) -> Non
     red, green, blue = (int(PALETTE[1][i : i + 2], 16) for i in (1, 3, 5))
     assert stream.getvalue() == f"\x1b[30;48;2;{red};{green};{blue}ma\x1b[0mb\n"
     assert colour_of(1) == colour_of(1 + len(PALETTE))
+
+
+def test_colours_are_those_of_the_page() -> None:
+    colours = (Path(shardwise.__file__).parent / "page" / "front" / "parts" / "colours.js").read_text()
+    assert re.findall(r"#[0-9a-f]{6}", colours.partition("NAMED = ")[2].partition(";")[0]) == list(PALETTE)
+    ramp = [tuple(map(int, row)) for row in re.findall(r"\[(\d+), (\d+), (\d+)\]", colours)]
+    assert [f"#{r:02x}{g:02x}{b:02x}" for r, g, b in ramp] == list(RAMP)
+    assert rank_colour(3, 8) == PALETTE[3] and rank_colour(0, 9) == RAMP[0] and rank_colour(8, 9) == RAMP[-1]
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])

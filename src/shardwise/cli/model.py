@@ -34,6 +34,9 @@ PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A
 MeshText = Annotated[
     str | None, typer.Option("--mesh", metavar="MESH", help="Make the plan: axes dp, fsdp, tp, ep, as in dp=128,tp=8.")
 ]
+PlanOut = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan, such as plan.toml, to edit it.")
+]
 OtherPlan = Annotated[Path | None, typer.Option("--compare", metavar="FILE", help="A second plan, side by side.")]
 Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Sequences that each rank passes to the model.")]
 Sequence = Annotated[int, typer.Option(min=1, metavar="N", help="Length of a sequence.")]
@@ -51,6 +54,7 @@ def model(
     plan: PlanFile = None,
     mesh: MeshText = None,
     compare: OtherPlan = None,
+    output: PlanOut = None,
     batch: Batch = 8,
     sequence: Sequence = 4096,
     optimizer: Optimizer = "adamw",
@@ -71,6 +75,7 @@ def model(
     \b
     Examples:
       shardwise model models:make --plan plan.toml --batch 4 --sequence 2048
+      shardwise model llama/config.json --mesh dp=128,tp=8 -o plan.toml
       shardwise model llama/config.json --mesh dp=128,tp=8 --device h200
       shardwise model llama/config.json --plan a.toml --compare b.toml --json
     """
@@ -81,31 +86,36 @@ def model(
     options |= {"again": again, "compiled": compiled}
     size = None if memory is None else parse_bytes(memory)
     measured = device or read_device(topology or "8") or "h100"
-    if not report_model(source, plan or mesh or "", compare, (measured, size), options, as_json):
+    if not report_model(source, plan or mesh or "", (compare, output), (measured, size), options, as_json):
         raise typer.Exit(NO)
 
 
 def report_model(
     source: str,
     plan: Path | str,
-    compare: Path | None,
+    files: tuple[Path | None, Path | None],
     device: tuple[str | Device, int | None],
     options: dict[str, Any],
     as_json: bool,
 ) -> bool:
-    """Print the estimate of a model under the plan of a file, or one made for a mesh; return whether it fits."""
-    from shardwise.nn import PlanError, load_plan
+    """Print the estimate of a model under the plan of a file, or one made for a mesh; return whether it fits.
+
+    `files` are that of a second plan, and the one to which the first is written.
+    """
+    from shardwise.nn import PlanError, load_plan, save_plan
     from shardwise.planner import estimate
     from shardwise.planner.estimate import batch_for, find_device
     from shardwise.planner.rehearsal import load_model
 
-    name, memory = device
+    (name, memory), (compare, output) = device, files
     try:
         with redirect_stdout(sys.stderr):  # the user's module and its forward pass may print
             loaded, found = load_model(source), find_device(name)
             options["device"] = found if memory is None else replace(found, memory_bytes=memory)
             plans = [load_plan(plan) if isinstance(plan, Path) else make_plan_for(loaded, plan)]
             plans += [load_plan(compare)] if compare is not None else []
+            if output is not None:
+                save_plan(plans[0], output)
             made: list[Estimate] = []
             for one in plans:
                 same = options if not made else {**options, "batch": batch_for(one, made[0].sequences)}

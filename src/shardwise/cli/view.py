@@ -96,7 +96,8 @@ class MoveTarget:
             str(question.get("buffer", self.buffer)),
         )
         senders, receivers = (_read_window(question.get(name)) for name in ("senders", "receivers"))
-        return given._facts(MoveQuestion(senders, receivers, int(question.get("animated", 0))))
+        animated = question.get("animated")
+        return given._facts(MoveQuestion(senders, receivers, None if animated is None else int(animated)))
 
 
 @dataclass(frozen=True)

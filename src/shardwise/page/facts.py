@@ -326,15 +326,19 @@ def _runs(transfer: Transfer, ranks: Sequence[int], step: int) -> tuple[IntArray
 SHOWN_RANKS = 16
 MOST_MOVES = 3000
 MOST_HELD = 512
+MOST_SPANS = 64  # of a block of ranks
 
 
 @dataclass(frozen=True, slots=True)
 class MoveQuestion:
-    """Which ranks the matrix and the animation show, by position in the list of ranks; `written`: for a file."""
+    """Which ranks the matrix and the animation show, by position in the list of ranks; `written`: for a file.
+
+    Without `animated` more ranks than are drawn are shown in blocks.
+    """
 
     senders: RankWindow | None = None
     receivers: RankWindow | None = None
-    animated: int = 0
+    animated: int | None = None
     written: bool = False
 
 
@@ -367,7 +371,7 @@ def move_facts(
         "explain": transfer.explain().split("\n"),
         "by_rank": _bytes_by_rank(transfer, ranks),
         "matrix": matrix,
-        "lanes": lane_facts(transfer, ranks, question.animated),
+        "lanes": _lanes(transfer, ranks, question.animated, per_host),
     }
 
 
@@ -405,6 +409,117 @@ def _needed_bytes(transfer: Transfer, ranks: Sequence[int]) -> list[int]:
     needed = transfer.dst.bytes_per_rank(transfer.itemsize)
     copied = transfer.totals[0].copied
     return [needed.get(r, 0) - (int(copied[r]) * transfer.itemsize if r < len(copied) else 0) for r in ranks]
+
+
+Span = tuple[tuple[int, ...], tuple[int, ...]]  # where a box begins and ends
+
+
+def _lanes(transfer: Transfer, ranks: Sequence[int], first: int | None, per_host: int) -> dict[str, Any]:
+    blocks = block_lanes(transfer, ranks, per_host) if first is None and len(ranks) > SHOWN_RANKS else None
+    return blocks or lane_facts(transfer, ranks, first or 0)
+
+
+def block_lanes(transfer: Transfer, ranks: Sequence[int], per_host: int) -> dict[str, Any] | None:
+    """The move between blocks of whole hosts, each drawn as one; None where a block's part has too many boxes.
+
+    A block holds what its ranks hold together. What it needs and does not hold comes from the next block that has it,
+    or, of a pending sum, from all that have an addend.
+    """
+    size = per_host * -(-len(ranks) // (SHOWN_RANKS * per_host))
+    blocks = [list(ranks[at : at + size]) for at in range(0, len(ranks), size)]
+    steps = []
+    for outline in transfer.steps if transfer.is_listed else transfer.outlines:
+        before, after = (_held_by_blocks(layout, ranks, size, len(blocks)) for layout in (outline.src, outline.dst))
+        if max(map(len, (*before, *after))) > MOST_SPANS:
+            return None
+        pending = outline.src.pending is not None
+        moves = [row for target, spans in enumerate(after) for row in _moves_to_block(target, spans, before, pending)]
+        steps.append(
+            {
+                "before": [[[list(start), list(end)] for start, end in spans] for spans in before],
+                "after": [[[list(start), list(end)] for start, end in spans] for spans in after],
+                "op": outline.op if pending else None,
+                "rounds": 1,
+                "moves": sorted(moves, key=lambda row: int(row[2]))[:MOST_MOVES],
+                "hidden": max(0, len(moves) - MOST_MOVES),
+            }
+        )
+    labels = [f"ranks {block[0]}-{block[-1]}" if len(block) > 1 else f"rank {block[0]}" for block in blocks]
+    counts = {"first": 0, "count": len(ranks), "block": size, "hosts": size // per_host, "labels": labels}
+    return {**counts, "ranks": list(range(len(blocks))), "shape": list(transfer.src.shape), "steps": steps}
+
+
+def _held_by_blocks(layout: Layout, ranks: Sequence[int], size: int, count: int) -> list[list[Span]]:
+    """The boxes that the ranks of each block hold together, adjacent ones as one."""
+    table = layout.table
+    filled = (table.sizes > 0).all(axis=1)
+    places = np.searchsorted(np.asarray(ranks), table.ranks) // size
+    found: list[list[Span]] = []
+    for block in range(count):
+        rows = filled & (places == block)
+        both = np.unique(np.hstack([table.offsets[rows], (table.offsets + table.sizes)[rows]]), axis=0).tolist()
+        spans = [(tuple(row[: len(row) // 2]), tuple(row[len(row) // 2 :])) for row in both]
+        for dim in reversed(range(len(layout.shape))):
+            spans = _join(spans, dim)
+        found.append(spans)
+    return found
+
+
+def _join(spans: list[Span], dim: int) -> list[Span]:
+    """The same boxes, those that touch along a dim as one.
+
+    >>> _join([((0, 0), (2, 2)), ((0, 2), (2, 4)), ((2, 0), (4, 2))], 1)
+    [((0, 0), (2, 4)), ((2, 0), (4, 2))]
+    """
+
+    def others(span: Span) -> Span:
+        return span[0][:dim] + span[0][dim + 1 :], span[1][:dim] + span[1][dim + 1 :]
+
+    joined: list[Span] = []
+    for span in sorted(spans, key=lambda span: (others(span), span[0][dim])):
+        last = joined[-1] if joined else span
+        if joined and others(last) == others(span) and last[1][dim] >= span[0][dim]:
+            joined[-1] = (last[0], max(last[1], span[1], key=lambda end: end[dim]))
+        else:
+            joined.append(span)
+    return joined
+
+
+def _moves_to_block(target: int, spans: list[Span], before: list[list[Span]], pending: bool) -> list[list[Any]]:
+    """Rows of source, target, round, start and end; a block keeps what it holds, in round -1."""
+    rows: list[list[Any]] = []
+    left = spans
+    for turn in range(len(before)):
+        source = (target + turn) % len(before)
+        for held in before[source]:
+            rest: list[Span] = []
+            for span in left:
+                start = tuple(map(max, span[0], held[0]))
+                end = tuple(map(min, span[1], held[1]))
+                if any(a >= b for a, b in zip(start, end, strict=True)):
+                    rest.append(span)
+                    continue
+                rows.append([source, target, -1 if turn == 0 else 0, list(start), list(end)])
+                rest += [span] if pending else _subtract(span, (start, end))
+            left = rest
+    return rows
+
+
+def _subtract(span: Span, part: Span) -> list[Span]:
+    """What is left of a box without a part of it.
+
+    >>> _subtract(((0, 0), (4, 4)), ((0, 2), (2, 4)))
+    [((2, 0), (4, 4)), ((0, 0), (2, 2))]
+    """
+    left: list[Span] = []
+    start, end = list(span[0]), list(span[1])
+    for dim, (low, high) in enumerate(zip(*part, strict=True)):
+        if start[dim] < low:
+            left.append((tuple(start), (*end[:dim], low, *end[dim + 1 :])))
+        if high < end[dim]:
+            left.append(((*start[:dim], high, *start[dim + 1 :]), tuple(end)))
+        start[dim], end[dim] = low, high
+    return left
 
 
 def lane_facts(transfer: Transfer, ranks: Sequence[int], first: int = 0) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import nn
 
 from shardwise.geometry import LayoutError, TensorType, parse_layout
 from shardwise.nn import ModelPlan, PlanError, load_plan, plan_from_data
+from shardwise.nn.plan import to_toml
 from shardwise.page.facts import shorten
 from shardwise.planner import DEVICES, OPTIMIZERS, Estimate, ParameterRow, estimate
 from shardwise.planner.estimate import batch_for
@@ -56,6 +57,7 @@ def _one_plan(name: str, found: Estimate) -> dict[str, Any]:
     return {
         "name": name,
         "data": dict(found.plan),
+        "toml": to_toml(found.plan),
         "mesh": found.mesh,
         "device": [found.device.name, found.device.memory_bytes],
         **{key: getattr(found, key) for key in (*figures, *memory)},
@@ -188,7 +190,12 @@ class PlanTarget:
         return self._known[key]
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Other plans or settings: `plans` is a list of plans as data, `settings` has some of `SETTINGS`."""
+        """Other plans or settings: `plans` is a list of plans as data, `settings` has some of `SETTINGS`.
+
+        With `toml`, a plan as data: the text of its file.
+        """
+        if "toml" in question:
+            return {"toml": to_toml(plan_from_data(question["toml"], "the plan").to_data())}
         given = question.get("plans", [plan.to_data() for _, plan in self.plans])
         if len(given) != len(self.plans):
             raise ValueError(f"the page shows {len(self.plans)} plans, got {len(given)}")

@@ -1,7 +1,7 @@
 // The entrance: reads the facts and shows the view that fits them.
 
 import { element, visible } from "./parts/dom.js";
-import { announce, hideTip } from "./parts/tooltip.js";
+import { announce, explainFigures, hideTip } from "./parts/tooltip.js";
 import { showCheckpoint } from "./views/checkpoint.js";
 import { showLayout } from "./views/layout.js";
 import { showMove } from "./views/move.js";
@@ -41,3 +41,4 @@ function show(facts, served) {
 
 const facts = JSON.parse(document.getElementById("facts").textContent);
 show(facts, facts.served);
+explainFigures(document.getElementById("content"));

@@ -38,12 +38,13 @@ export function card(title, note, properties, ...children) {
   return element("section", { class: `card ${kind || ""}`, "aria-labelledby": id, ...rest }, head, ...children);
 }
 
-// The row of large numbers at the top: entries of [label, value, remark, class].
+// The row of large numbers at the top: entries of [label, value, remark, class, why]. Why: of what a number is made, shown
+// beside the pointer or at the focus.
 export function figures(entries) {
-  const items = entries.map(([label, value, remark, kind]) =>
+  const items = entries.map(([label, value, remark, kind, why]) =>
     element(
       "div",
-      {},
+      why ? { class: "asked", tabindex: "0", "aria-description": why, "data-why": why } : {},
       element("dt", {}, label),
       element("dd", { class: kind }, value, remark ? element("span", { class: "more" }, remark) : null),
     ),

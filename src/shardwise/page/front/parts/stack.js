@@ -4,7 +4,7 @@ import { inkOn } from "./colours.js";
 import { element } from "./dom.js";
 import { formatBytes } from "./format.js";
 
-// `parts` are [name, bytes, colour]; `limit` and `mark` are [name, bytes] or null.
+// `parts` are [name, bytes, colour, why]; `limit` and `mark` are [name, bytes] or null.
 export function createStack({
   title,
   parts,
@@ -18,13 +18,13 @@ export function createStack({
   const share = (bytes) => `${(100 * bytes) / top}%`;
   const spans = parts
     .filter(([, bytes]) => bytes > 0)
-    .map(([name, bytes, colour]) => {
+    .map(([name, bytes, colour, why]) => {
       const wide = bytes / top;
       return element(
         "span",
         {
           style: { width: share(bytes), background: colour, color: inkOn(colour) },
-          title: `${name}: ${formatBytes(bytes)}`,
+          "data-why": `${name}: ${formatBytes(bytes)}${why ? `\n${why}` : ""}`,
         },
         wide > (narrow ? 0.4 : 0.2)
           ? `${name} ${formatBytes(bytes)}`

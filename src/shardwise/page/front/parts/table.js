@@ -1,7 +1,8 @@
 // A table of any length with search and sort. Only the rows in view are in the document.
 //
 // `columns` are {title, value(row), text(row), search(row), kind, width}: value sorts, text is shown and searched, unless
-// `search` says what is searched instead.
+// `search` says what is searched instead. With `fold`, {key(row), name(row)}, rows with equal keys whose names differ in
+// numbers only are one row, which opens.
 
 import { element, uniqueId } from "./dom.js";
 import { formatCount } from "./format.js";
@@ -10,8 +11,9 @@ const ROW_HEIGHT = 30;
 const BEYOND = 8;
 const PRINTED = 400;
 
-export function createTable({ columns, rows, what, onchoose, label, height = 420, sorted = null }) {
-  const state = { order: sorted, search: "", shown: rows, chosen: null };
+export function createTable({ columns, rows, what, onchoose, label, height = 420, sorted = null, fold = null }) {
+  const groups = fold ? findGroups(rows, fold) : new Map();
+  const state = { order: sorted, search: "", shown: rows, chosen: null, opened: new Set() };
   const body = element("tbody");
   const count = element("output", { class: "note" });
   const search = element("input", {
@@ -69,16 +71,48 @@ export function createTable({ columns, rows, what, onchoose, label, height = 420
       const value = columns[index].value;
       state.shown.sort((a, b) => (descending ? compare(value(b), value(a)) : compare(value(a), value(b))));
     }
+    const folds = groups.size > 0 && !words.length;
+    if (folds) state.shown = state.shown.filter(isShown);
     heads.forEach((head, index) => {
       const mine = state.order && state.order[0] === index;
       head.setAttribute("aria-sort", mine ? (state.order[1] ? "descending" : "ascending") : "none");
     });
-    count.textContent =
-      state.shown.length === rows.length
-        ? ""
-        : `${formatCount(state.shown.length, what)} of ${rows.length.toLocaleString("en-US")}`;
+    const all = state.shown.length === rows.length;
+    const some = `${formatCount(state.shown.length, what)} of ${rows.length.toLocaleString("en-US")}`;
+    count.textContent = all ? "" : folds ? `${formatCount(rows.length, what)}, those alike folded` : some;
     scroll.scrollTop = 0;
     paint();
+  }
+
+  // Of those alike the first one stands for all, until it is opened.
+  function isShown(row) {
+    const group = groups.get(row);
+    return !group || group.rows[0] === row || state.opened.has(group);
+  }
+
+  function toggle(group) {
+    if (!state.opened.delete(group)) state.opened.add(group);
+    const top = scroll.scrollTop;
+    refresh();
+    scroll.scrollTop = top;
+    paint();
+  }
+
+  function foldButton(group, open) {
+    return element(
+      "button",
+      {
+        type: "button",
+        class: "fold",
+        "aria-expanded": String(open),
+        "aria-label": `${open ? "Fold" : "Show"} ${formatCount(group.rows.length, what)} alike`,
+        onclick: (event) => {
+          event.stopPropagation();
+          toggle(group);
+        },
+      },
+      open ? "▾" : `▸ ${group.rows.length} ×`,
+    );
   }
 
   function searchText(row) {
@@ -119,11 +153,15 @@ export function createTable({ columns, rows, what, onchoose, label, height = 420
   }
 
   function line(row, index) {
-    const cells = columns.map((column) => {
-      const text = column.text(row);
+    const group = groups.get(row);
+    const head = group && group.rows[0] === row && !state.search.trim();
+    const open = head && state.opened.has(group);
+    const cells = columns.map((column, at) => {
+      const text = head && !open && at === 0 ? group.title : column.text(row);
       return element(
         "td",
         { class: [column.kind, column.code ? "code" : ""].join(" "), title: text.length > 18 ? text : null },
+        head && at === 0 ? foldButton(group, open) : null,
         text,
       );
     });
@@ -171,6 +209,37 @@ export function createTable({ columns, rows, what, onchoose, label, height = 420
     choose,
     state,
   };
+}
+
+// Rows that are alike: three or more with one key, and one name if its numbers are left out.
+function findGroups(rows, { key, name }) {
+  const byKey = new Map();
+  for (const row of rows) {
+    const found = `${name(row).replace(/\d+/g, "#")} ${key(row)}`;
+    if (!byKey.has(found)) byKey.set(found, []);
+    byKey.get(found).push(row);
+  }
+  const groups = new Map();
+  for (const alike of byKey.values()) {
+    if (alike.length < 3) continue;
+    const group = { rows: alike, title: foldedName(alike.map(name)) };
+    for (const row of alike) groups.set(row, group);
+  }
+  return groups;
+}
+
+// "layers.0-79.up.weight" for names that differ in one number, "layers.*.experts.*" for those that differ in several.
+function foldedName(names) {
+  const numbers = names.map((name) => (name.match(/\d+/g) || []).map(Number));
+  const varies = numbers[0].map((first, at) => numbers.some((found) => found[at] !== first));
+  let at = -1;
+  return names[0].replace(/\d+/g, (found) => {
+    at += 1;
+    if (!varies[at]) return found;
+    if (varies.filter(Boolean).length > 1) return "*";
+    const column = numbers.map((row) => row[at]);
+    return `${Math.min(...column)}-${Math.max(...column)}`;
+  });
 }
 
 function compare(a, b) {

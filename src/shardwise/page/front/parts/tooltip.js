@@ -16,6 +16,25 @@ export function hideTip() {
   document.getElementById("tooltip").hidden = true;
 }
 
+// Elements with `data-why` show it beside the pointer, and below them at the focus.
+export function explainFigures(root) {
+  const shown = (event) => event.target.closest?.("[data-why]");
+  root.addEventListener("pointermove", (event) => {
+    const asked = shown(event);
+    if (asked) showTip(event.clientX, event.clientY, asked.dataset.why.split("\n"));
+  });
+  root.addEventListener("pointerout", (event) => {
+    if (shown(event) && !event.relatedTarget?.closest?.("[data-why]")) hideTip();
+  });
+  root.addEventListener("focusin", (event) => {
+    const asked = shown(event);
+    if (!asked || !asked.matches(":focus-visible")) return;
+    const place = asked.getBoundingClientRect();
+    showTip(place.left, place.bottom - 14, asked.dataset.why.split("\n"));
+  });
+  root.addEventListener("focusout", hideTip);
+}
+
 export function announce(text) {
   document.getElementById("status").textContent = text;
 }

@@ -26,6 +26,7 @@ export function showCheckpoint(root, facts, { served }) {
     label: "Tensors",
     rows: tensors,
     columns: tensorColumns(facts),
+    fold: { key: (t) => `${t.dtype} ${t.shape} ${t.layout} ${t.bytes}`, name: (t) => t.name },
     onchoose: (tensor) => showTensor(detail, tensor, facts, served),
   });
   root.append(
@@ -43,8 +44,9 @@ export function showCheckpoint(root, facts, { served }) {
 
 function tensorColumns(facts) {
   const fileNames = (tensor) => tensor.files.map((number) => facts.files[number][0]).join(" ");
+  const longest = facts.tensors.reduce((most, [, , , layout]) => Math.max(most, (layout || "").length), 8);
   return [
-    { title: "tensor", value: (t) => t.name, text: (t) => t.name, code: true, width: "37%" },
+    { title: "tensor", value: (t) => t.name, text: (t) => t.name, code: true, width: "34%" },
     { title: "dtype", value: (t) => t.dtype, text: (t) => t.dtype, width: "9%" },
     {
       title: "shape",
@@ -52,7 +54,7 @@ function tensorColumns(facts) {
       text: (t) => formatShape(t.shape),
       width: "13%",
     },
-    { title: "layout", value: (t) => t.layout || "", text: (t) => t.layout || "whole", code: true, width: "22%" },
+    { title: "layout", value: (t) => t.layout || "", text: (t) => t.layout || "whole", code: true, width: `${Math.min(64, longest + 3)}ch` },
     { title: "bytes", kind: "number", value: (t) => t.bytes, text: (t) => formatBytes(t.bytes), width: "11%" },
     {
       title: "files",
@@ -72,8 +74,20 @@ function checkpointFigures(facts, tensors) {
   const worst = held.reduce((a, b) => Math.max(a, b), 0);
   return [
     ["Format", facts.format, null, "words"],
-    ["Tensors", formatNumber(tensors.length), formatBytes(facts.bytes)],
-    ["Files", formatNumber(facts.files.length), formatBytes(facts.files.reduce((sum, file) => sum + file[1], 0))],
+    [
+      "Tensors",
+      formatNumber(tensors.length),
+      formatBytes(facts.bytes),
+      null,
+      "The bytes of all tensors, each element once: the product of the shape and the bytes of an element.",
+    ],
+    [
+      "Files",
+      formatNumber(facts.files.length),
+      formatBytes(facts.files.reduce((sum, file) => sum + file[1], 0)),
+      null,
+      "The lengths of the files: tensors and headers.",
+    ],
     ["Largest tensor", largest ? formatBytes(largest.bytes) : "-", largest ? largest.name : ""],
     [
       "Fullest rank",
@@ -81,6 +95,8 @@ function checkpointFigures(facts, tensors) {
       held.length
         ? `${(worst / (mean || 1)).toFixed(2)} times the mean of ${formatCount(held.length, "rank")}`
         : "the format does not record it",
+      null,
+      "What each rank had in memory when it saved, copies included; the mean is over ranks.",
     ],
     [
       "Values",
@@ -96,6 +112,7 @@ async function showTensor(detail, tensor, facts, served) {
     { class: "note" },
     element("strong", {}, tensor.name),
     ` ${tensor.dtype}, ${formatShape(tensor.shape)}, ${formatBytes(tensor.bytes)}`,
+    tensor.layout ? element("code", { class: "whole" }, tensor.layout) : null,
   );
   const files = element(
     "p",

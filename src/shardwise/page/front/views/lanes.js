@@ -19,6 +19,8 @@ export function createLanes(lanes, itemsize) {
   const columns = lanes.ranks.length <= 4 ? 1 : lanes.ranks.length <= 8 ? 2 : 4;
   const rows = Math.ceil(lanes.ranks.length / columns);
 
+  const nameOf = (rank) => (lanes.labels ? lanes.labels[places.get(rank)] : `rank ${rank}`);
+
   function geometry(width) {
     const middle = Math.max(48, width * 0.1);
     const side = (width - middle) / 2;
@@ -90,7 +92,7 @@ export function createLanes(lanes, itemsize) {
     context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     context.textAlign = "left";
     context.textBaseline = "bottom";
-    context.fillText(`rank ${rank}`, corner[0], corner[1] - 2);
+    context.fillText(nameOf(rank), corner[0], corner[1] - 2);
   }
 
   function drawBox(context, [source, target, , start, end], share, size) {
@@ -124,7 +126,7 @@ export function createLanes(lanes, itemsize) {
     const mine = step.moves.filter((move) => move[right ? 1 : 0] === rank && move[2] >= 0);
     const bytes = mine.reduce((sum, move) => sum + volume(move) * itemsize, 0);
     const lines = [
-      `rank ${rank}, ${right ? "after" : "before"}`,
+      `${nameOf(rank)}, ${right ? "after" : "before"}`,
       held.length
         ? `holds ${held
             .slice(0, 3)
@@ -132,13 +134,14 @@ export function createLanes(lanes, itemsize) {
             .join(" ")}${held.length > 3 ? " …" : ""}`
         : "holds nothing",
     ];
-    lines.push(`${right ? "receives" : "sends"} ${formatBytes(bytes)} in ${mine.length} boxes, among the ranks shown`);
+    const whom = lanes.labels ? "each box counted once" : "among the ranks shown";
+    lines.push(`${right ? "receives" : "sends"} ${formatBytes(bytes)} in ${formatCount(mine.length, "box")}, ${whom}`);
     return { key: `${place}${right}`, place, right, lines, at: [corner[0] + size.wide / 2, corner[1] + size.tall / 2] };
   }
 
   let cursor = [0, false];
   const plot = createPlot({
-    label: `The move of ${formatCount(lanes.ranks.length, "rank")} in ${formatCount(phases.length, "round")}: before on the left, after on the right.`,
+    label: `The move of ${formatCount(lanes.ranks.length, lanes.labels ? "block" : "rank")} in ${formatCount(phases.length, "round")}: before on the left, after on the right.`,
     name: "lanes",
     height: (width) => {
       const size = geometry(width);

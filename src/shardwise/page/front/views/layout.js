@@ -36,7 +36,13 @@ function layoutFigures(facts, bytes) {
   const held = bytes.reduce((sum, value) => sum + value, 0);
   const copies = facts.bytes ? held / facts.bytes : 0;
   return [
-    ["Tensor", formatBytes(facts.bytes), `${facts.dtype}, ${formatShape(facts.shape)}`],
+    [
+      "Tensor",
+      formatBytes(facts.bytes),
+      `${facts.dtype}, ${formatShape(facts.shape)}`,
+      null,
+      `${facts.shape.join(" × ") || 1} elements of ${facts.itemsize} bytes.`,
+    ],
     [
       "Ranks",
       formatNumber(facts.ranks.count),
@@ -46,11 +52,15 @@ function layoutFigures(facts, bytes) {
       "Held in all",
       formatBytes(held),
       copies > 1 ? `${copies.toFixed(copies < 10 ? 1 : 0)} times the tensor` : "every element once",
+      null,
+      "The bytes of all local tensors of all ranks; replicas and addends count each time.",
     ],
     [
       "Largest rank",
       formatBytes(largest(bytes)),
       facts.bytes ? `${((100 * largest(bytes)) / facts.bytes).toPrecision(3)} % of the tensor` : "",
+      null,
+      "The most that one rank holds: elements of its boxes times the bytes of an element.",
     ],
     [
       "Pending",

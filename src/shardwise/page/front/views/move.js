@@ -63,19 +63,31 @@ function moveFigures({ figures: numbers, matrix, topology }) {
       "Moved",
       formatBytes(numbers.moved_bytes),
       met ? "the lower bound: no plan moves less" : `lower bound ${formatBytes(numbers.lower_bound_bytes)}`,
+      null,
+      "The bytes that leave a rank, summed over ranks.\nLower bound: for each rank, what it needs and does not hold, counted in boxes of the tensor.",
     ],
-    ["Copied within ranks", formatBytes(numbers.copied_bytes)],
+    [
+      "Copied within ranks",
+      formatBytes(numbers.copied_bytes),
+      null,
+      null,
+      "What a rank needs and holds already: it goes from one local tensor to another.",
+    ],
     [
       "Between hosts",
       formatBytes(numbers.bytes_between_hosts),
       numbers.lower_bound_between_hosts === null
         ? "not counted for so many ranks"
         : `lower bound ${formatBytes(numbers.lower_bound_between_hosts)}`,
+      null,
+      "The bytes whose sender and receiver are on different hosts.\nLower bound: what a host needs and none of its ranks holds, once for each host.",
     ],
     [
       "Estimate",
       formatSeconds(numbers.estimate_seconds),
       `${formatBytes(within)}/s in a host, ${formatBytes(between)}/s between`,
+      null,
+      "For each round: the latency of a message, and the bytes of the busiest port over the bandwidth of its links.\nA move that is one collective is priced as that collective.",
     ],
     [
       "Rounds",
@@ -86,6 +98,8 @@ function moveFigures({ figures: numbers, matrix, topology }) {
       "Busiest sender",
       numbers.busiest_sender ? formatBytes(numbers.busiest_sender[1]) : "-",
       rank(numbers.busiest_sender),
+      null,
+      "The most bytes that one rank sends to all others together.",
     ],
     [
       "Busiest link",
@@ -109,9 +123,11 @@ function lanesCard(facts, served, form) {
   const put = (shown) => holder.replaceChildren(createLanes(shown, facts.from.itemsize).node);
   put(lanes);
   const all = lanes.ranks.length === lanes.count;
-  const note = all
-    ? "Boxes leave their sender, in its colour, and fill their receiver."
-    : `${lanes.ranks.length} of ${formatNumber(lanes.count)} ranks are shown, and the boxes between them.`;
+  const note = lanes.labels
+    ? `${formatNumber(lanes.count)} ranks in blocks of ${formatCount(lanes.hosts, "host")}: what the ranks of a block hold together, and what goes between blocks.`
+    : all
+      ? "Boxes leave their sender, in its colour, and fill their receiver."
+      : `${lanes.ranks.length} of ${formatNumber(lanes.count)} ranks are shown, and the boxes between them.`;
   const more = all || !served ? null : firstRankField(facts, form, (answer) => put(answer.lanes));
   return card("The move, round by round", note, { "data-card": "lanes" }, more, holder);
 }
@@ -130,7 +146,8 @@ function firstRankField(facts, form, onanswer) {
       }
     },
   });
-  return element("div", { class: "controls" }, element("label", {}, "Ranks from number", input));
+  const words = facts.lanes.labels ? "Show single ranks, from number" : "Ranks from number";
+  return element("div", { class: "controls" }, element("label", {}, words, input));
 }
 
 function matrixCard(facts, served, form) {

@@ -7,7 +7,7 @@ import { formatBytes, formatCount, formatNumber, formatSeconds, formatShape } fr
 import { createStack } from "../parts/stack.js";
 import { createTable } from "../parts/table.js";
 import { createTree } from "../parts/tree.js";
-import { createPlanEditor } from "./plan_editor.js";
+import { createPlanEditor, planFileButtons } from "./plan_editor.js";
 import { moduleTree, readRows, ruleOf } from "./plan_model.js";
 
 const MEMORY = [
@@ -24,6 +24,7 @@ export function showPlan(root, facts, { served, show }) {
   root.append(
     ...(served ? [createPlanEditor(facts, show)] : []),
     facts.plans.length > 1 ? compareCard(facts) : figures(planFigures(facts)),
+    ...(served ? [] : facts.plans.map((plan) => planFileCard(plan))),
     memoryCard(facts),
     trafficCard(facts),
     ...unevenCards(facts),
@@ -38,31 +39,78 @@ export function showPlan(root, facts, { served, show }) {
   );
 }
 
+function planFileCard(plan) {
+  const buttons = planFileButtons(plan.name, async () => plan.toml);
+  return card(`The plan ${plan.name}`, "", { "data-card": "plan-file" }, buttons);
+}
+
 function planFigures(facts) {
   const [plan] = facts.plans;
   const [device, memory] = plan.device;
   const room = memory - plan.peak_bytes;
   return [
-    ["Model", shortCount(facts.elements), `parameters, ${facts.model}`],
+    [
+      "Model",
+      shortCount(facts.elements),
+      `parameters, ${facts.model}`,
+      null,
+      `${formatNumber(facts.elements)} elements in ${formatCount(plan.rows.length, "parameter")}, shared ones once.`,
+    ],
     ["Ranks", formatNumber(plan.ranks), plan.mesh],
     [
       "Peak of memory",
       formatBytes(plan.peak_bytes),
       room >= 0 ? `fits: ${formatBytes(room)} of ${device} free` : `${formatBytes(-room)} more than ${device} has`,
       room >= 0 ? "good" : "warn",
+      `The most that the fullest rank holds at one moment of the rehearsed step.\n${MEMORY.map(([name, key]) => `${name} ${plan[key] === null ? "unknown" : formatBytes(plan[key])}`).join(", ")}\nThe largest: ${largestOf(facts, plan, "parameters")}`,
     ],
     [
       "Step",
       formatSeconds(plan.step_seconds),
       `${formatSeconds(plan.compute_seconds)} computing, ${formatSeconds(plan.communication_seconds)} moving`,
+      null,
+      `Computing and moving, less what overlaps.\nComputing: ${(plan.flops / 1e12).toPrecision(3)} TFLOP of one rank, each operator by its rate on ${device} or its bytes\nMoving: for each move its latency, and its bytes over the bandwidth of its links`,
     ],
     [
       "Tokens per second",
       plan.step_seconds ? formatNumber(Math.round(plan.tokens / plan.step_seconds)) : "-",
       `${formatNumber(plan.tokens)} in a step`,
+      null,
+      `The tokens of all ranks over the seconds of a step: ${formatNumber(plan.tokens)} / ${formatSeconds(plan.step_seconds)}`,
     ],
-    ["Received in a step", formatBytes(sumOf(plan.traffic)), "by one rank"],
+    [
+      "Received in a step",
+      formatBytes(sumOf(plan.traffic)),
+      "by one rank",
+      null,
+      `What the busiest rank receives, forward and backward.\n${Object.entries(plan.traffic)
+        .map(([axis, bytes]) => `${axis} ${formatBytes(bytes)}`)
+        .join(", ")}\nThe largest: ${largestMoves(facts, plan.moves)}`,
+    ],
   ];
+}
+
+// The three parameters of which a rank has the most bytes, and the three moves that bring it the most.
+function largestOf(facts, plan, column) {
+  const [name, bytes] = ["name", column].map((title) => facts.columns.indexOf(title));
+  const rows = [...plan.rows].sort((a, b) => b[bytes] - a[bytes]).slice(0, 3);
+  return rows.map((row) => `${row[name]} ${formatBytes(row[bytes])}`).join(", ") || "none";
+}
+
+function largestMoves(facts, moves) {
+  const [label, bytes] = ["label", "received"].map((title) => facts.move_columns.indexOf(title));
+  const rows = [...moves].sort((a, b) => b[bytes] - a[bytes]).slice(0, 3);
+  return rows.map((row) => `${row[label]} ${formatBytes(row[bytes])}`).join(", ") || "none";
+}
+
+function whyOf(facts, plan, name) {
+  const words = {
+    parameters: "The bytes of this rank's part of each parameter.",
+    gradients: "The bytes of this rank's part of each gradient, in the dtype in which they are summed.",
+    optimizer: `What ${facts.settings ? facts.settings.optimizer : "the optimizer"} keeps for each element of a parameter.`,
+    activations: "What the forward pass keeps for the backward pass, as seen in the rehearsal.",
+  };
+  return facts.columns.includes(name) ? `${words[name]} The largest: ${largestOf(facts, plan, name)}` : words[name];
 }
 
 function shortCount(count) {
@@ -153,7 +201,7 @@ function memoryCard(facts) {
   const stacks = facts.plans.map((plan) =>
     createStack({
       title: `${plan.name} on ${plan.mesh}`,
-      parts: MEMORY.map(([name, key]) => [name, plan[key] || 0, PARTS[name]]),
+      parts: MEMORY.map(([name, key]) => [name, plan[key] || 0, PARTS[name], whyOf(facts, plan, name)]),
       limit: [`memory of ${plan.device[0]}`, plan.device[1]],
       mark: ["peak", plan.peak_bytes],
       top,
@@ -184,7 +232,7 @@ function trafficCard(facts) {
   const stacks = facts.plans.map((plan) =>
     createStack({
       title: plan.name,
-      parts: axes.map((axis, i) => [axis, plan.traffic[axis] || 0, colourOf(i, axes.length)]),
+      parts: axes.map((axis, i) => [axis, plan.traffic[axis] || 0, colourOf(i, axes.length), whyAlong(facts, plan, axis)]),
       top,
       narrow: true,
       remark: formatBytes(sumOf(plan.traffic)),
@@ -203,6 +251,12 @@ function trafficCard(facts) {
     { class: "narrow", "data-card": "traffic" },
     ...body,
   );
+}
+
+function whyAlong(facts, plan, axis) {
+  const at = facts.move_columns.indexOf("axes");
+  const moves = plan.moves.filter((move) => move[at].join(",") === axis);
+  return `What one rank receives along ${axis}. The largest moves: ${largestMoves(facts, moves)}`;
 }
 
 // Ranks that hold different amounts get a bar each; mostly they do not, and a sentence is enough.
@@ -287,7 +341,11 @@ function parameterTable(facts, rows) {
           },
         ]),
   ];
-  return createTable({ what: "parameter", label: "Parameters", rows, columns });
+  const fold = {
+    key: (r) => `${r.shape} ${r.dtype} ${r.layout} ${r.other ? r.other.layout : ""}`,
+    name: (r) => r.name,
+  };
+  return createTable({ what: "parameter", label: "Parameters", rows, columns, fold });
 }
 
 function movesCard(facts) {

@@ -34,6 +34,46 @@ export function createPlanEditor(facts, onanswer) {
   return element("section", { class: "card", "aria-label": "Change the plan", "data-card": "editor" }, form);
 }
 
+// Buttons that copy and save a plan as TOML, as its fields are at that moment; `text` returns it.
+export function planFileButtons(name, text) {
+  const done = element("output", { class: "note" });
+  const act = (label, use) =>
+    element(
+      "button",
+      {
+        type: "button",
+        class: "act",
+        onclick: async () => {
+          try {
+            done.textContent = await use(await text());
+          } catch (problem) {
+            done.textContent = problem.message;
+          }
+          announce(done.textContent);
+        },
+      },
+      label,
+    );
+  const copy = async (toml) => {
+    await navigator.clipboard.writeText(toml);
+    return "Copied.";
+  };
+  const save = (toml) => {
+    const file = `${name.replace(/\.(toml|ya?ml|json)$/, "")}.toml`;
+    const address = URL.createObjectURL(new Blob([toml], { type: "application/toml" }));
+    element("a", { href: address, download: file }).click();
+    URL.revokeObjectURL(address);
+    return `Saved as ${file}.`;
+  };
+  return element(
+    "span",
+    { class: "controls", "data-name": "plan-file" },
+    act("Copy as TOML", copy),
+    act("Download", save),
+    done,
+  );
+}
+
 function planFields(plan) {
   const { data } = plan;
   const field = (label, value, name) => {
@@ -97,7 +137,12 @@ function planFields(plan) {
     element("legend", {}, plan.name),
     element("div", { class: "controls" }, mesh.node, inputs.node),
     list,
-    more,
+    element(
+      "div",
+      { class: "controls" },
+      more,
+      planFileButtons(plan.name, async () => (await ask({ toml: read() })).toml),
+    ),
   );
   const read = () => {
     const parameters = {};

@@ -38,9 +38,34 @@ export function moduleTree(rows) {
     share: node.bytes / total,
     text: formatBytes(node.bytes),
     count: node.count,
-    children: [...node.byName.values()].map(finish),
+    children: foldAlike([...node.byName.values()].map(finish), node.path),
   });
   return finish(root);
+}
+
+// Numbered neighbours with the same content, such as 80 equal layers, as one node that opens to the first of them.
+function foldAlike(nodes, path) {
+  const content = (node) => `${node.text} ${node.count} ${node.children.map((c) => `${c.name} ${content(c)}`).join()}`;
+  const numbered = (node) => /^\d+$/.test(node.name);
+  const runs = [];
+  for (const node of nodes) {
+    const run = runs.at(-1);
+    if (run && numbered(node) && numbered(run[0]) && content(run[0]) === content(node)) run.push(node);
+    else runs.push([node]);
+  }
+  return runs.flatMap((run) => {
+    if (run.length < 3) return run;
+    return [
+      {
+        name: `${run[0].name}-${run.at(-1).name}, ${run.length} alike`,
+        path: path ? `${path}.` : "",
+        share: run.reduce((sum, node) => sum + node.share, 0),
+        text: `${run.length} × ${run[0].text}`,
+        count: run.reduce((sum, node) => sum + node.count, 0),
+        children: [run[0]],
+      },
+    ];
+  });
 }
 
 function makeNode(name, path) {
