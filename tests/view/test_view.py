@@ -222,7 +222,8 @@ def test_a_terminal_gets_colours_by_rank(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_colours_are_those_of_the_page() -> None:
     colours = (Path(shardwise.__file__).parent / "page" / "front" / "parts" / "colours.js").read_text()
     assert re.findall(r"#[0-9a-f]{6}", colours.partition("NAMED = ")[2].partition(";")[0]) == list(PALETTE)
-    ramp = [tuple(map(int, row)) for row in re.findall(r"\[(\d+), (\d+), (\d+)\]", colours.partition("RAMP = ")[2].partition("\n];")[0])]
+    rows = colours.partition("RAMP = ")[2].partition("\n];")[0]
+    ramp = [tuple(map(int, row)) for row in re.findall(r"\[(\d+), (\d+), (\d+)\]", rows)]
     assert [f"#{r:02x}{g:02x}{b:02x}" for r, g, b in ramp] == list(RAMP)
     assert rank_colour(3, 8) == PALETTE[3] and rank_colour(0, 9) == RAMP[0] and rank_colour(8, 9) == RAMP[-1]
 
