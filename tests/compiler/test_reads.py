@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import shutil
 import signal
+import subprocess
 import sys
 import textwrap
 import types
@@ -21,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+import typing_extensions
 
 import shardwise
 from shardwise import ChunkSpec, Mesh, ModelPlan, ShardedTensor, run_local, shard, shard_module
@@ -891,3 +895,14 @@ def test_a_python_that_is_not_known_runs_without_a_graph(monkeypatch: pytest.Mon
     found, expected, program = run_row(GRAPH["global"])
     assert list(map(str, found)) == list(map(str, expected))
     assert "what code reads is not known for Python" in program.explain()
+
+
+def test_packages_of_torch_are_trusted_wherever_it_finds_them(tmp_path: Path) -> None:
+    """On Python 3.12 typing_extensions replaces functions of typing; it may lie outside of the site packages."""
+    shutil.copy(typing_extensions.__file__, tmp_path)
+    program = "from shardwise.compiler.reads import origin_of; import typing_extensions as t; print(t.__file__)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", f"{program}; print(origin_of(t.__file__), origin_of(t.__file__[:-3] + 'x.py'))"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
+    place, origins = done.stdout.splitlines()
+    assert Path(place).parent == tmp_path and origins == "trusted user", done.stdout

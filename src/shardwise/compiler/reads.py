@@ -376,15 +376,22 @@ _STDLIB = tuple({_PATHS["stdlib"], _PATHS["platstdlib"]})
 _TRUSTED_PACKAGES = words(  # torch, and what it calls itself
     """
     torch functorch torchgen numpy sympy mpmath networkx optree triton filelock fsspec jinja2 markupsafe
-    packaging psutil setuptools yaml _distutils_hack _pytest pytest
+    packaging psutil setuptools typing_extensions yaml _distutils_hack _pytest pytest
     """
 )
-_TRUSTED = (
-    f"{_PACKAGE}/",
-    f"{Path(torch.__file__).parent}/",
-    *(f"{site}/{name}{end}" for site in _SITES for name in _TRUSTED_PACKAGES for end in ("/", ".py")),
-    *(f"{site}/typing_extensions.py" for site in _SITES),
-)
+
+
+def _places_of_packages() -> Iterator[str]:
+    """How the names of trusted files begin: where torch has found its packages, which need not be beside each other."""
+    yield f"{_PACKAGE}/"
+    for name in _TRUSTED_PACKAGES:
+        yield from (f"{site}/{name}{end}" for site in _SITES for end in ("/", ".py"))
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None:
+            yield f"{Path(file).parent}/" if Path(file).stem == "__init__" else file
+
+
+_TRUSTED = tuple(_places_of_packages())
 PURE_STDLIB = words(
     """
     _collections_abc _weakrefset abc base64 bisect collections colorsys contextlib copy copyreg dataclasses enum
