@@ -393,3 +393,53 @@ def test_a_printed_tensor_has_to_be_like_the_one_it_is_for(
     text, dtype, shape = asked
     with pytest.raises(LayoutError, match=re.escape(message)):
         read_spec(text, Mesh.of(tp=2), (0, 1), dtype, shape)
+
+
+# As types.
+
+
+@given(layout=any_layouts(ranks=4) | any_layouts(ranks=4, pending=True, kinds=["mesh"]))
+def test_what_is_printed_as_a_type_is_read_back(layout: Layout) -> None:
+    text = format_layout(layout, "bf16", style="types")
+    assert parse_layout(text).layout == layout and parse_layout(text).dtype == "bf16"
+    assert read_spec(format_layout(layout, None, style="types"), None, ()) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "types"),
+    [
+        ("f32[8,4] on dp=2,tp=2: S(0), S(1)", "f32[8@dp, 4@tp] on dp=2,tp=2"),
+        ("f32[8,4] on dp=2,tp=2: S(1), S(1) split tp>dp", "f32[8, 4@(tp, dp)] on dp=2,tp=2"),
+        ("f32[8,4] on dp=2,tp=2: R, S(-1)", "f32[8, 4@tp] on dp=2,tp=2"),
+        ("f32[8] on dp=2,tp=2: P(sum), P(avg)", "f32[8]{P(sum): dp, P(avg): tp} on dp=2,tp=2"),
+        ("f32[6] on dp=2,tp=2 @ 3,1,0,2: S(0) sizes(4,2), R", "f32[6@dp sizes(4,2)] on dp=2,tp=2 @ 3,1,0,2"),
+        (
+            "f32[48,2] on dp=2,tp=4: P(sum), S(0) groups(32,8 each 2,8 each 2) unit(4)",
+            "f32[48@tp groups(32,8 each 2,8 each 2) unit(4), 2]{P(sum): dp} on dp=2,tp=4",
+        ),
+        ("f32[8,4] on dp=2,tp=2: R, R", "f32[8,4] on dp=2,tp=2: R, R"),
+        ("f32[8] as chunk(0) over 2,0", "f32[8] as chunk(0) over 2,0"),
+    ],
+)
+def test_types(text: str, types: str) -> None:
+    layout = parse_layout(text).layout
+    assert format_layout(layout, style="types") == types and parse_layout(types).layout == layout
+    assert parse_layout(types[3:], like=parse_layout("f32[1]")).layout == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("f32[8@dp, 4@tp]", "expected 'on' and the mesh, as in f32[8@dp, 4@tp] on dp=2,tp=2; the text ends here"),
+        ("f32[8@x] on tp=2", "no axis 'x'; this mesh has 'tp'"),
+        ("f32[8@tp, 4@tp] on tp=2", "axis 'tp' appears twice; an axis does one thing"),
+        ("f32[8@tp] on tp=2: S(0)", "expected nothing more after the mesh: the type says what its axes do; found ':'"),
+        ("f32[8@] on tp=2", "expected an axis of the mesh, as in 8@tp; found ']'"),
+        ("f32[8@(tp] on tp=2", "expected ',' or ')' among the axes; found ']'"),
+        ("f32[8]{S(0): tp} on tp=2", "expected 'P' as in {P(sum): tp}; found 'S'"),
+        ("f32[8@tp sizes(1,2)] on tp=2", "dim 0 of length 8 is split into sizes (1, 2) over axis 'tp' of 2 ranks"),
+    ],
+)
+def test_mistakes_in_types(text: str, said: str) -> None:
+    with pytest.raises(NotationError, match=re.escape(said)):
+        parse_layout(text)

@@ -2,15 +2,18 @@
 
 The grammar, with blanks allowed between any two tokens (docs/notation.md explains it by examples):
 
-    tensor    = dtype "[" lengths "]" rule
+    tensor    = dtype "[" lengths "]" rule | type "on" axis "=" n {"," axis "=" n} ["@" ranks]
     rule      = "" | "@" rank                                        everything on rank 0, or on this rank
               | "on" axis "=" n {"," axis "=" n} ["@" ranks] ":" placements ["split" axis {">" axis}]
               | "as" "chunk" "(" dim ")" "over" ranks
               | "as" "grid" "(" {cut ","} ")" "over" ranks ["each" n]
               | "as" "pieces" ("none" | ranks box {"," ranks box})
-    placement = "R" | "P" ["(" op ")"] | "S" "(" dim ")" [cut rule] ["zigzag"] ["unit" "(" n ")"] ["addends"]
+    placement = "R" | pending | "S" "(" dim ")" [cut rule] ["zigzag"] ["unit" "(" n ")"] ["addends"]
+    pending   = "P" ["(" op ")"]
     cut rule  = "sizes" list | "groups" "(" {length ["each" n] ","} ")" | "each" n | "block" "(" n ")" | "owners" list
     list      = "(" {length ","} ")"
+    type      = dtype "[" {length ["@" (split | "(" {split ","} ")")] ","} "]" ["{" {pending ":" axis ","} "}"]
+    split     = axis [cut rule] ["zigzag"] ["unit" "(" n ")"] ["addends"]         the outermost split first
     cut       = "/" n | length {"+" length}                          n chunks, or these lengths
     box       = "[" {start ":" stop ","} "]"
     ranks     = (rank | first "-" last) {"," ...}
@@ -20,11 +23,8 @@ Placements by the names of axes ("tp: S(0)"), one for each axis ("R, S(0)"), or 
 Where a spec is wanted, any of these will do next to a mesh, and so will a whole rule ("on dp=2,tp=2: R, S(0)") or a
 whole tensor as it is printed ("f32[8,4] on dp=2,tp=2: R, S(0)"); `read_spec` tells them apart.
 
-How is a short text read from left to right, with errors that point at the character?
-
-How is a layout printed in one line? The inverse of `notation`, which explains the grammar.
-
-Which element types are there, and how wide is each? One table, so that the pure layers never ask torch.
+A text is read from left to right (`Scanner`), with errors that point at the character. Which element types there are,
+and how wide each is, is one table, so that the pure layers never ask torch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 
@@ -59,30 +60,14 @@ class DType:
         return self.name
 
 
-DTYPES = (
-    DType("f64", "float64", 8),
-    DType("f32", "float32", 4),
-    DType("f16", "float16", 2),
-    DType("bf16", "bfloat16", 2),
-    DType("f8e4m3fn", "float8_e4m3fn", 1),
-    DType("f8e4m3fnuz", "float8_e4m3fnuz", 1),
-    DType("f8e5m2", "float8_e5m2", 1),
-    DType("f8e5m2fnuz", "float8_e5m2fnuz", 1),
-    DType("f8e8m0fnu", "float8_e8m0fnu", 1),
-    DType("f4e2m1fnx2", "float4_e2m1fn_x2", 1),  # one element is a pair of 4-bit floats
-    DType("i64", "int64", 8),
-    DType("i32", "int32", 4),
-    DType("i16", "int16", 2),
-    DType("i8", "int8", 1),
-    DType("u64", "uint64", 8),
-    DType("u32", "uint32", 4),
-    DType("u16", "uint16", 2),
-    DType("u8", "uint8", 1),
-    DType("bool", "bool", 1),
-    DType("c128", "complex128", 16),
-    DType("c64", "complex64", 8),
-    DType("c32", "complex32", 4),
-)
+# Short name, torch's name and width; one element of f4e2m1fnx2 is a pair of 4-bit floats.
+_TABLE = """
+f64 float64 8, f32 float32 4, f16 float16 2, bf16 bfloat16 2, f8e4m3fn float8_e4m3fn 1,
+f8e4m3fnuz float8_e4m3fnuz 1, f8e5m2 float8_e5m2 1, f8e5m2fnuz float8_e5m2fnuz 1, f8e8m0fnu float8_e8m0fnu 1,
+f4e2m1fnx2 float4_e2m1fn_x2 1, i64 int64 8, i32 int32 4, i16 int16 2, i8 int8 1, u64 uint64 8, u32 uint32 4,
+u16 uint16 2, u8 uint8 1, bool bool 1, c128 complex128 16, c64 complex64 8, c32 complex32 4
+"""
+DTYPES = tuple(DType(name, full, int(width)) for name, full, width in map(str.split, _TABLE.split(",")))
 
 _by_name = {key: dtype for dtype in DTYPES for key in (dtype.name, dtype.torch_name, f"torch.{dtype.torch_name}")}
 
@@ -216,15 +201,25 @@ class Scanner:
 
 
 @public
-def format_layout(layout: Layout, dtype: str | None = "f32") -> str:
+def format_layout(
+    layout: Layout, dtype: str | None = "f32", style: Literal["placements", "types"] = "placements"
+) -> str:
     """Write a layout in the notation; a spec of a user's own class is written as its pieces. None leaves out the dtype.
+
+    With `style="types"` each dim of a mesh layout says which axes split it, as JAX prints types; what no axis splits,
+    and other layouts, are written as always. Both styles are read back.
 
     >>> from shardwise.geometry.mesh import Mesh
     >>> spec = MeshSpec(Mesh.of(dp=2, tp=2), (Shard(0), Shard(0)), order=("tp", "dp"))
     >>> format_layout(spec.layout((8, 4)), "bf16")
     'bf16[8,4] on dp=2,tp=2: S(0), S(0) split tp>dp'
+    >>> format_layout(MeshSpec(Mesh.of(dp=2, tp=2), (Shard(0), Shard(1, unit=2))).layout((8, 4)), style="types")
+    'f32[8@dp, 4@tp unit(2)] on dp=2,tp=2'
     """
     name = "" if dtype is None else find_dtype(dtype).name
+    spec = _find_built_in_spec(layout)
+    if style == "types" and isinstance(spec, MeshSpec) and not set(spec.placements) <= {Replicate()}:
+        return f"{name}{_format_type(spec.resolved(layout.shape), layout.shape)} on {spec.mesh}"
     return f"{name}[{_join_numbers(layout.shape)}] {format_rule(layout)}".rstrip()
 
 
@@ -306,6 +301,19 @@ def _format_mesh_rule(spec: MeshSpec, shape: tuple[int, ...]) -> str:
     return f"on {spec.mesh}: {', '.join(map(format_placement, spec.placements))}{split}"
 
 
+def _format_type(spec: MeshSpec, shape: tuple[int, ...]) -> str:
+    """The lengths of a mesh layout with the axes that split each, and what is pending."""
+    dims = []
+    for dim, length in enumerate(shape):
+        by_axis = ((axis, spec.placements[spec.mesh.axis_index(axis)]) for axis in spec.order)
+        splits = [f"{a}{p.format_rule()}" for a, p in by_axis if isinstance(p, Shard) and p.dim == dim]
+        several = f"({', '.join(splits)})" if len(splits) > 1 else "".join(splits)
+        dims.append(f"{length}@{several}" if splits else str(length))
+    pairs = zip(spec.mesh.axes, spec.placements, strict=True)
+    pending = ", ".join(f"{p.format()}: {axis}" for axis, p in pairs if isinstance(p, Partial))
+    return f"[{', '.join(dims)}]" + (f"{{{pending}}}" if pending else "")
+
+
 def _unusual_order(spec: MeshSpec) -> list[str]:
     """The axes, outermost first, of every dim that is not split in mesh order."""
     by_dim: dict[int, list[str]] = {}
@@ -371,14 +379,14 @@ def parse_layout(text: str, like: TensorType | None = None) -> TensorType:
     scanner = Scanner(text)
     head = scanner.rest.partition("[")[0].strip()
     if head.replace(".", "").isidentifier() and scanner.peek_word() not in ("on", "as"):
-        dtype, shape = _read_type(scanner)
+        found = _read_type(scanner)
     elif not head and scanner.peek("[") and like is not None:
-        dtype, shape = like.dtype, _read_type(scanner, required=False)[1]
+        found = replace(_read_type(scanner, required=False), dtype=like.dtype)
     elif like is not None and scanner.rest:
-        dtype, shape = like.dtype, like.shape
+        found = _ParsedType(like.dtype, like.shape)
     else:
         scanner.fail(f"expected a dtype and a shape such as f32[8,4]; {scanner.found()}")
-    return TensorType(dtype, _read_layout(scanner, shape))
+    return TensorType(found.dtype, _read_layout(scanner, found))
 
 
 @public
@@ -432,7 +440,16 @@ class _ParsedSpec:
     dims: list[tuple[int, int]] = field(default_factory=list)
 
 
-def _read_type(scanner: Scanner, required: bool = True) -> tuple[str, tuple[int, ...]]:
+@dataclass(frozen=True)
+class _ParsedType:
+    """An element type and a shape; and for a type with axes, what each does and where that is in the text, in order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    axes: tuple[tuple[str, int, Placement], ...] = ()
+
+
+def _read_type(scanner: Scanner, required: bool = True) -> _ParsedType:
     """An element type, by the short name or torch's ("torch.float32"), and a shape; the type may be left out if not
     required."""
     start, dtype = scanner.at, scanner.word()
@@ -443,15 +460,60 @@ def _read_type(scanner: Scanner, required: bool = True) -> tuple[str, tuple[int,
             dtype = find_dtype(dtype).name
     scanner.expect("[", "after the dtype")
     at = scanner.at
-    shape = tuple(scanner.items(lambda: scanner.integer("a length"), "]", "in the shape"))
+    axes, shape = list[tuple[str, int, Placement]](), list[int]()
+
+    def read_dim() -> None:
+        shape.append(scanner.integer("a length"))
+        if scanner.take("@"):
+            read = partial(_read_split, scanner, len(shape) - 1)
+            axes.extend(scanner.items(read, ")", "among the axes") if scanner.take("(") else [read()])
+
+    scanner.items(read_dim, "]", "in the shape")
     if len(shape) > MAX_DIMS:
         scanner.fail(f"a tensor has at most {MAX_DIMS} dims, got {len(shape)}", at)
-    return dtype, shape
+    if scanner.take("{"):
+        axes += scanner.items(lambda: _read_pending(scanner), "}", "among what is pending")
+    return _ParsedType(dtype, tuple(shape), tuple(axes))
 
 
-def _read_layout(scanner: Scanner, shape: tuple[int, ...]) -> Layout:
+def _read_split(scanner: Scanner, dim: int) -> tuple[str, int, Placement]:
+    at = scanner.at
+    axis = scanner.word() or scanner.fail(f"expected an axis of the mesh, as in 8@tp; {scanner.found()}")
+    return axis, at, _read_shard(scanner, at, dim)
+
+
+def _read_pending(scanner: Scanner) -> tuple[str, int, Placement]:
+    scanner.expect("P", "as in {P(sum): tp}")
+    pending = _read_partial(scanner)
+    scanner.expect(":", "and the axis, as in {P(sum): tp}")
+    at = scanner.at
+    return scanner.word() or scanner.fail(f"expected an axis; {scanner.found()}"), at, pending
+
+
+def _read_typed_layout(scanner: Scanner, found: _ParsedType) -> Layout:
+    """The mesh after a type with axes, and the layout that both make."""
+    scanner.expect("on", "and the mesh, as in f32[8@dp, 4@tp] on dp=2,tp=2")
+    mesh = _read_mesh(scanner)
+    scanner.end("after the mesh: the type says what its axes do")
+    placements: dict[str, Placement] = {}
+    order: list[str] = []
+    for axis, at, placement in found.axes:
+        with scanner.errors_at(at):
+            mesh.axis_index(axis)
+        if axis in placements:
+            scanner.fail(f"axis {axis!r} appears twice; an axis does one thing", at)
+        placements[axis] = placement
+        order += [axis] if isinstance(placement, Shard) else []
+    with scanner.errors_at(found.axes[0][1]):
+        every = [placements.get(axis, Replicate()) for axis in mesh.axes]
+        return MeshSpec(mesh, every, order).layout(found.shape)
+
+
+def _read_layout(scanner: Scanner, found: _ParsedType) -> Layout:
     """The rule after a type, applied to the shape; errors point at the placement that they are about."""
-    rule = _read_rule(scanner)
+    if found.axes:
+        return _read_typed_layout(scanner, found)
+    shape, rule = found.shape, _read_rule(scanner)
     for at, dim in rule.dims:
         with scanner.errors_at(at):
             resolve_dim(dim, shape, f"dim {dim}")
@@ -550,6 +612,11 @@ def _read_placement(scanner: Scanner, place: str) -> Placement:
     scanner.expect("(", "after S, as in S(0)")
     dim = scanner.integer("a dim", signed=True)
     scanner.expect(")", "after the dim")
+    return _read_shard(scanner, at, dim)
+
+
+def _read_shard(scanner: Scanner, at: int, dim: int) -> Shard:
+    """How a dim is split, in the words after the dim; an error points at the place where it begins."""
     with scanner.errors_at(at):
         rule: dict[str, Any] = {}
         if scanner.take("block"):
@@ -724,14 +791,15 @@ def read_spec(
 def _read_typed(text: str, dtype: str | None, shape: Sequence[int] | None) -> Layout:
     """The layout of a text that begins with a type, checked against what is known of the tensor."""
     scanner = Scanner(text)
-    named, lengths = _read_type(scanner, required=False)
+    found = _read_type(scanner, required=False)
+    named, lengths = found.dtype, found.shape
     known = None if dtype is None else find_dtype(dtype).name
     if (shape is not None and tuple(shape) != lengths) or (named and known and named != known):
         own = f"{known or named}[{_join_numbers(lengths if shape is None else shape)}]"
         said, rest = f"{named}[{_join_numbers(lengths)}]", scanner.rest
         fix = f"leave out {text[: scanner.at].strip()!r}: {rest!r}" if rest else "name a mesh: 'on tp=2: S(0)'"
         raise LayoutError(f"the text says {said}, and the tensor is {own}; {fix}")
-    return _read_layout(scanner, lengths)
+    return _read_layout(scanner, found)
 
 
 def read_placements(

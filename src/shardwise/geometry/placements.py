@@ -468,10 +468,18 @@ class Shard(_Questions):
         >>> Shard(0, groups=(8, 4, 4)).format(), Partial("max").format(), Replicate().format()
         ('S(0) groups(8,4,4)', 'P(max)', 'R')
         """
+        return f"S({self.dim}){self.format_rule()}"
+
+    def format_rule(self) -> str:
+        """How it splits a dim, in the words after the dim.
+
+        >>> Shard(0, unit=4).format_rule(), Shard(0).format_rule()
+        (' unit(4)', '')
+        """
         numbers: dict[str, Sequence[Any]] = {n: v for n in ("sizes", "groups") if (v := getattr(self, n)) is not None}
         numbers |= {} if self.block is None else {"block": (self.block,)}
         numbers |= {} if self.owners is None else {"owners": self.owners.ranks.tolist()}
-        text, copies = f"S({self.dim})", [f" each {n}" if n > 1 else "" for n in self.each or ()]
+        text, copies = "", [f" each {n}" if n > 1 else "" for n in self.each or ()]
         if copies and self.groups is not None:
             numbers["groups"] = [f"{n}{c}" for n, c in zip(self.groups, copies, strict=True)]
         elif copies:
