@@ -210,6 +210,21 @@ def test_written_in_place() -> None:
         check(program, [COPIES], (ramp(8, 3, grad=False),), world=4, grad=False)
 
 
+def test_written_through_views() -> None:
+    """Also where a view had to be copied because a rank has copies of everything, as if it were replicated."""
+
+    def through(x: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            x[1:].mul_(2)
+            x.view(-1)[5:7].fill_(3)
+            x.t()[1].add_(1)
+            x.flip(0).zero_()
+            return [x[4:6], x]
+
+    for layout in (COPIES, "on tp=4: S(0) each 4", "on tp=4: S(1) each 2"):
+        check(through, [layout], (ramp(8, 3, grad=False),), world=4, grad=False)
+
+
 def test_random_numbers_do_not_depend_on_copies() -> None:
     def body(comm: Comm) -> None:
         found = []

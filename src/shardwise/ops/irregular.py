@@ -146,7 +146,7 @@ def put_on_mesh(call: OperatorCall) -> OperatorCall:
 def mark_views_of_moved(call: OperatorCall, moved: OperatorCall, result: Any) -> Any:
     """The results of a call whose tensors were put on a mesh: what should be a view of a moved one is marked a copy."""
     pairs: Any = zip(call.tensors, moved.tensors, strict=True)
-    if gives_views(call.op) and any(m.sharding != t.sharding for t, m in pairs):
+    if gives_views(call.op) and not all(m.sharding.is_used_as(t.sharding) for t, m in pairs):
         for output in [result] if isinstance(result, ShardedTensor) else result:
             mark_copied(output, "a view of a tensor in irregular pieces")
     return result

@@ -398,7 +398,7 @@ def slice_rows(tensor: ShardedTensor, dim: int, rows: range) -> ShardedTensor:
         assert cut.through is not None
         locals_, anchor = move_to(tensor, cut.through, "slice")
         part = slice_rows(wrap(cut.through, locals_, tensor.comm, anchor=anchor), dim, rows)
-        is_copy = cut.through != tensor.sharding  # else the same pieces in other words
+        is_copy = not cut.through.is_used_as(tensor.sharding)  # else the same pieces in other words
         return mark_copied(part, "a slice of a dim that had to be gathered") if is_copy else part
     local = aten.slice.Tensor(tensor.local_parts[0], dim, *cut.rows)
     return wrap(cut.result, (local,), tensor.comm)

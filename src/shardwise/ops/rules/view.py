@@ -307,7 +307,7 @@ def reshape_sharded(tensor: ShardedTensor, size: Sequence[int], stride: object =
     except NoViewError:
         shape = resolve_size(tensor.sharding.shape, size)
         recut = _move_for_view(tensor, shape)
-        if recut.sharding == tensor.sharding:  # the same pieces in other words: the memory is the tensor's own
+        if recut.sharding.is_used_as(tensor.sharding):  # the same pieces in other words: the memory is the tensor's own
             recut._dense_strides = tensor._dense_strides
             return reshape_sharded(recut, size)
         moved = reshape_sharded(recut, size)
