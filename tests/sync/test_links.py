@@ -124,7 +124,8 @@ def test_a_subscriber_may_come_first_and_another_late() -> None:
             while not link.members:
                 link.drain(0.1)
             looked.wait(60)
-            link.push(11, wait=True)
+            link.push(11)
+            assert link.drain(60) == [link.members[0].world]
             served.wait(60)
             late = shardwise.sync.subscribe({"w": torch.zeros(4, 4)}, address, token=TOKEN, comm=alone())
             assert late.pull(60.0) == 11
@@ -432,6 +433,7 @@ def test_a_wrong_token_is_refused_and_a_right_one_is_not(tmp_path: Path, monkeyp
             subscribe({"w": torch.zeros(2)}, trainer.address, token=TOKEN)
         monkeypatch.setenv("SHARDWISE_SYNC_TOKEN", "another-token")
         subscribe({"w": torch.zeros(2)}, trainer.address).close()
+        subscribe({"w": torch.zeros(2)}, trainer.address, token=str(secret)).close()
     with pytest.raises(ValueError, match="reached from other machines, so a token is needed"):
         monkeypatch.delenv("SHARDWISE_SYNC_TOKEN")
         publish({"w": torch.ones(2)}, "tcp://192.0.2.1:0")
@@ -522,3 +524,123 @@ def test_no_publisher_is_an_error_in_time() -> None:
         subscribe({"w": torch.zeros(2)}, free_address(), token=TOKEN, deadline=0)
     with pytest.raises(ValueError, match="apply is one of"):
         subscribe({"w": torch.zeros(2)}, free_address(), token=TOKEN, apply="copy")  # type: ignore[arg-type]
+
+
+# Pushes in the back
+
+
+def slow_copies(link: Any, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let pushes copy only when an event is set."""
+    free, write = threading.Event(), link._write
+
+    def wait_and_write(*arguments: Any) -> None:
+        free.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(link, "_write", wait_and_write)
+    return free
+
+
+@pytest.mark.parametrize("host", [None, "another host"])
+def test_optimizers_wait_for_a_push_in_the_back(host: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if host is not None:
+        monkeypatch.setattr("shardwise.sync.subscriber.identify_host", lambda: host)
+    weight = torch.nn.Parameter(torch.zeros(8))
+    weight.grad = torch.ones(8)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with publish({"w": weight}, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+        link = subscribe({"w": torch.full((8,), 5.0)}, trainer.address, token=TOKEN)
+        free = slow_copies(trainer, monkeypatch)
+        trainer.push(0, wait=False)
+        stepping = threading.Thread(target=optimizer.step)
+        stepping.start()
+        time.sleep(0.05)
+        assert stepping.is_alive() and weight.detach().tolist() == [0.0] * 8
+        assert link.pull(0) is None  # not whole yet
+        free.set()
+        stepping.join(60)
+        assert link.pull(60) == 0 and link._wanted[0].parts[0].tolist() == [0.0] * 8
+        assert weight.detach().tolist() == [-1.0] * 8 and trainer.problem is None
+        trainer.push(1, wait=False)
+        optimizer.step()
+        assert link.pull(60) == 1 and link._wanted[0].parts[0].tolist() == [-1.0] * 8
+        link.close()
+
+
+def test_weights_that_change_while_they_are_copied_are_never_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, served = {"w": torch.zeros(8)}, {"w": torch.full((8,), 5.0)}
+    with publish(weights, "tcp://127.0.0.1:0", token=TOKEN, delta=True) as trainer:
+        link = subscribe(served, trainer.address, token=TOKEN)
+        trainer.push(0)
+        assert link.pull(60) == 0
+        free = slow_copies(trainer, monkeypatch)
+        trainer.push(1, wait=False)
+        weights["w"][3] = 7.0  # and no optimizer did that
+        free.set()
+        trainer.guard()
+        assert trainer.problem is not None and "step 1 was not published: weights were written to" in trainer.problem
+        assert link.pull(0) is None and served["w"].tolist() == [0.0] * 8
+        trainer.push(2, wait=False)
+        assert link.pull(60) == 2 and served["w"].tolist() == weights["w"].tolist()
+        assert trainer.problem is None
+        link.close()
+
+
+def test_a_rank_that_drops_a_version_keeps_all_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    address, dropped, seen = free_address(), threading.Event(), threading.Event()
+
+    def train(comm: Comm) -> None:
+        state = {"w": laid_out(torch.zeros(4, 4), "on x=2: S(0)", comm)}
+        with publish(state, address, token=TOKEN) as link:
+            link.push(0)
+            while not link.members:
+                link.drain(0.1)
+            link.drain(60)
+            free = slow_copies(link, monkeypatch)
+            link.push(1, wait=False)
+            if comm.rank == 1:
+                parts_of(state["w"])[0].fill_(3)
+            free.set()
+            link.guard()
+            assert (link.problem is not None) == (comm.rank == 1)
+            comm.barrier(label="dropped")
+            dropped.set()
+            seen.wait(60)
+            parts_of(state["w"])[0].fill_(4)
+            link.push(2, wait=False)
+            link.drain(60)
+
+    def serve(comm: Comm) -> None:
+        state = {"w": laid_out(torch.ones(4, 4), "on x=2: S(1)", comm)}
+        with subscribe(state, address, token=TOKEN, deadline=5) as link:
+            assert link.pull(60) == 0
+            dropped.wait(60)
+            assert link.pull(0.2) is None and link.version == 0
+            assert link.problem is not None and "rank 1: the version was overwritten" in link.problem
+            assert not gathered(state["w"]).any()
+            seen.set()
+            assert link.pull(60) == 2 and gathered(state["w"]).eq(4).all()
+
+    run_worlds((train, 2), (serve, 2))
+
+
+def test_ranks_of_a_larger_world_publish_to_others_of_it() -> None:
+    address = free_address()
+
+    def body(comm: Comm) -> Any:
+        ours = comm.subset([1, 3] if comm.rank % 2 else [0, 2])
+        if comm.rank % 2:
+            mine = torch.arange(12.0).reshape(2, 3, 2)[comm.rank // 2]
+            x = shardwise.from_local(mine, "on x=2 @ 1,3: S(0)", shape=(6, 2), comm=ours)
+            with publish({"w": x}, address, token=TOKEN, comm=ours) as link:
+                link.push(1)
+                while not link.removed:
+                    link.drain(0.1)
+            return None
+        x = shardwise.from_local(torch.zeros(6, 1), "on x=2 @ 2,0: S(1)", shape=(6, 2), comm=ours)
+        with subscribe({"w": x}, address, token=TOKEN, comm=ours) as link:
+            assert link.pull(60) == 1 and link.verify()
+        return x.local_tensor().flatten().tolist()
+
+    found = run_worlds((body, 4))[0]
+    assert found[0] == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0] and found[2] == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]

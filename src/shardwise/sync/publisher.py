@@ -18,6 +18,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._text import package_logger
 from shardwise.checkpoint.changes import ChangeLog, Flags, Union, compare, encode_changes
@@ -199,6 +201,10 @@ class Publisher:
         """Subscribers that were dropped, with the reason, as of the last push or drain."""
         self.version: int | None = None
         """The step of the newest version."""
+        self.problem: str | None = None
+        """Why this rank's part of the newest version was dropped, if it was; only after `push(wait=False)`."""
+        self._writing: threading.Thread | None = None
+        self._hook: Any = None
         self._lead = comm.rank == comm.ranks[0]
         self._desk = _Desk(self.deadline)
         self._slots: dict[int, VersionSlot] = {}
@@ -251,20 +257,21 @@ class Publisher:
         everyone = gather_values(self.comm, tied, label="sync publish: tied tensors")
         if any(other != tied for other in everyone.values()):
             tied = list(range(len(tensors)))
-        places = tuple(RankPlace(host, name, (ip, number)) for host, name, ip, number in addresses)
-        numbers = {rank: i for i, rank in enumerate(self.comm.ranks)}
-        if list(numbers) != list(range(len(numbers))):
-            raise ValueError("publish takes a comm whose ranks are 0 to n - 1; pass that of the world")
+        cards = [RankPlace(host, name, (ip, number)) for host, name, ip, number in addresses]
+        listed = dict(zip(self.comm.ranks, cards, strict=True))
+        nowhere = RankPlace("", None, ("", 0))  # of ranks that are not the comm's
+        places = tuple(listed.get(rank, nowhere) for rank in range(1 + max(self.comm.ranks)))
         self._text = Published(self.name, kinds, tuple(tied), places).to_text()
         if len(self._text) > MAX_DESCRIPTION:
             raise LayoutError(f"the description of {len(kinds)} tensors has more than {MAX_DESCRIPTION} bytes")
         found = read_description(self._text)
-        self._slot_bytes = int(found.slot_bytes[numbers[self.comm.rank]])
+        self._slot_bytes = int(found.slot_bytes[self.comm.rank])
         self._places = _own_places(found, self.comm.rank)
         self._numbers = {place.offset: number for number, place in enumerate(self._places)}
         self._changes = ChangeLog(max(1 << 20, self._slot_bytes // 4)) if self._delta else None
         self._ready.set()
-        return found, f"tcp://{places[0].address[0]}:{places[0].address[1]}"
+        host, number = listed[self.comm.ranks[0]].address
+        return found, f"tcp://{f'[{host}]' if ':' in host else host}:{number}"
 
     @property
     def _where(self) -> str:
@@ -343,7 +350,7 @@ class Publisher:
         generation = message["generation"]
         with self._guard:
             slot = self._slots.get(message["slot"])
-        whole = slot is not None and slot.generation == generation
+        whole = slot is not None and slot.wait_whole(generation, until)
         changes = None
         if self._changes is not None and message.get("since"):
             changes = self._changes.since(int(message["since"]), generation // 2)
@@ -378,7 +385,7 @@ class Publisher:
         with self._guard:
             slot = self._slots.get(number)
         sums: list[list[str]] = []
-        if slot is not None and slot.generation == generation:
+        if slot is not None and slot.wait_whole(generation, until):
             for row in rows:
                 packed = _packed(slot.memory, row)
                 sums.append([f"{lane:x}" for lane in sum_box(packed, (0,) * packed.ndim, packed.shape)])
@@ -448,12 +455,14 @@ class Publisher:
 
     # What the trainer calls.
 
-    def push(self, step: int, *, wait: bool = False) -> None:
-        """Make the weights as they are now the version `step`; all ranks call it.
+    def push(self, step: int, *, wait: bool = True) -> None:
+        """Make the weights as they are now the version `step`; all ranks call it. It never waits for subscribers.
 
-        When it returns the weights are copied, so training may go on. With `wait` it returns when all subscribers that
-        are connected have the version, at the latest after the link's deadline.
+        When it returns the weights are copied, so they may change. With `wait=False` they are copied in the back, and
+        every `step()` of an optimizer of torch waits until they are; call `guard()` before you change them otherwise.
+        A version whose weights were written to while they were copied is dropped, and `problem` says so.
         """
+        self.guard()
         problem = self._problem_of(step)
         leaves, wrong = self._leaves()
         problem = problem or wrong or self._difference(leaves)
@@ -473,22 +482,78 @@ class Publisher:
         said = json.loads(received[self.comm.ranks[0]])
         self._take_news(said)
         slot, seq = said["slot"], said["seq"]
+        is_new = slot not in self._slots
+        failure = None
         try:
-            self._write(leaves, slot, seq)
-            failure = None
+            if is_new:
+                with self._guard:
+                    self._slots[slot] = VersionSlot(self._slot_bytes)
+            self._slots[slot].generation = 2 * seq - 1
+            if wait:
+                self._write(leaves, slot, seq)
+                self._slots[slot].generation = 2 * seq
         except (MemoryError, RuntimeError) as error:
             failure = str(error)
+        if wait or is_new:
+            self._raise_failures(step, slot if is_new else None, failure)
+        self.version = step
+        if wait:
+            self._end_write(step, slot, seq)
+        else:
+            self._write_in_back(leaves, step, slot, seq)
+
+    def _raise_failures(self, step: int, new_slot: int | None, failure: str | None) -> None:
+        """Raise on all ranks if one of them could not write; a new slot is then new for all of them once more."""
         failures = {r: f for r, f in gather_values(self.comm, failure, label="sync push: written").items() if f}
         if failures:
+            slot = None if new_slot is None else self._slots.pop(new_slot, None)
+            if slot is not None:
+                slot.close()
             raise SyncError(
                 f"publisher {self.name!r}: step {step} was not published: "
                 + "; ".join(f"rank {rank}: {text}" for rank, text in list(failures.items())[:4])
             )
-        self.version, self._last = step, (slot, seq)
+
+    def _end_write(self, step: int, slot: int, seq: int) -> None:
+        """This rank's part is whole: readers may take it, and find out by themselves where another rank's is not."""
+        self._last, self.problem = (slot, seq), None
+        self._slots[slot].generation = 2 * seq
         if self._lead:
             self._desk.publish(_Version(seq, step, slot))
-        if wait:
-            self.drain(self.deadline)
+
+    def _write_in_back(self, leaves: Sequence[Leaf], step: int, slot: int, seq: int) -> None:
+        """Copy this rank's part in a thread, for which optimizers wait; a part that changes meanwhile is dropped."""
+        parts = [part for leaf in leaves for part in leaf.locals]
+        for device in {part.device for part in parts if part.device.type not in ("cpu", "meta")}:
+            torch.accelerator.current_stream(device).synchronize()
+        before = [_count_writes(part) for part in parts]
+
+        def run() -> None:
+            try:
+                self._write(leaves, slot, seq)
+                problem = None
+            except Exception as error:  # of any kind: it is said at the next push
+                problem = str(error)
+            if before != [_count_writes(part) for part in parts]:
+                problem = "weights were written to while they were copied; call guard() before"
+            if problem is None:
+                self._end_write(step, slot, seq)
+                return
+            self._last, self._slots[slot].generation = None, 0
+            self.problem = f"{self._where}: step {step} was not published: {problem}"
+            _log.warning("%s", self.problem)
+
+        self._writing = threading.Thread(target=run, name="shardwise-sync-push", daemon=True)
+        self._writing.start()
+        if self._hook is None:
+            me = weakref.ref(self)
+            self._hook = register_optimizer_step_pre_hook(lambda *_: _guard_link(me))
+
+    def guard(self) -> None:
+        """Wait until the weights of a `push(wait=False)` are copied, so that they may change."""
+        writing = self._writing
+        if writing is not None:
+            writing.join()
 
     def _problem_of(self, step: object) -> str | None:
         if self._listener is None:
@@ -508,13 +573,7 @@ class Publisher:
 
     def _write(self, leaves: Sequence[Leaf], number: int, seq: int) -> None:
         """Copy this rank's part of the state into a slot."""
-        with self._guard:
-            slot = self._slots.get(number)
-        if slot is None:
-            slot = VersionSlot(self._slot_bytes)
-            with self._guard:
-                self._slots[number] = slot
-        slot.generation = 2 * seq - 1
+        slot = self._slots[number]
         by_name = {leaf.name: leaf for leaf in leaves}
         before = None if self._last is None else self._slots[self._last[0]]
         last, self._last = self._last, None  # until all ranks have written
@@ -530,7 +589,6 @@ class Publisher:
             changed[at] = compare(piece, old)
         if self._changes is not None and last is not None:
             self._changes.add(seq, last[1], changed)
-        slot.generation = 2 * seq
 
     def _news(self) -> Mapping[str, Any]:
         with self._desk.changed:
@@ -542,6 +600,7 @@ class Publisher:
 
     def drain(self, timeout: float) -> list[str]:
         """Wait until every connected subscriber has the newest version; the worlds that have it, on all ranks."""
+        self.guard()
         until = time.monotonic() + timeout
         while True:
             done, said = True, ""
@@ -583,6 +642,9 @@ class Publisher:
         listener, self._listener = self._listener, None
         if listener is None:
             return
+        self.guard()
+        if self._hook is not None:
+            self._hook.remove()
         with self._desk.changed:
             self._desk.closed = True
             self._desk.changed.notify_all()
@@ -599,6 +661,17 @@ class Publisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _count_writes(part: Tensor) -> int:
+    """torch's count of writes to a tensor; tensors of inference mode have none."""
+    return 0 if part.is_inference() else part._version
+
+
+def _guard_link(link: weakref.ref[Publisher]) -> None:
+    found = link()
+    if found is not None:
+        found.guard()
 
 
 def _is_laid_out(leaf: Leaf, layout: Layout) -> bool:

@@ -85,7 +85,10 @@ def is_loopback(host: str) -> bool:
 def find_token(token: str | bytes | os.PathLike[str] | None, host: str) -> bytes | None:
     """The secret that is given: as text, in a file, or by the variable; None where there is none."""
     given: str | bytes | None
-    given = Path(token).read_text().strip() if isinstance(token, os.PathLike) else token
+    names_file = isinstance(token, os.PathLike) or (
+        isinstance(token, str) and os.sep in token and os.path.isfile(token)
+    )
+    given = Path(token).read_text().strip() if names_file else token  # type: ignore[arg-type,assignment]  # as it says
     given = given if given is not None else os.environ.get(TOKEN_VARIABLE) or None
     if given is None:
         if not is_loopback(host):

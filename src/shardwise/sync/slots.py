@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,7 +80,24 @@ def _one_per_host(layout: Layout, host_of: IntArray, number: int) -> IntArray:
     return np.sort(filled[order[first + turn]])
 
 
-class VersionSlot:
+class _Slot:
+    """Memory that begins with a generation."""
+
+    memory: Tensor
+    _words: IntArray
+
+    @property
+    def generation(self) -> int:
+        return int(self._words[0])
+
+    def wait_whole(self, generation: int, until: float) -> bool:
+        """Whether it has a generation, or will have once it is written, before a time of the monotonic clock."""
+        while (found := self.generation) == generation - 1 and time.monotonic() < until:
+            time.sleep(0.001)
+        return found == generation
+
+
+class VersionSlot(_Slot):
     """Memory of this process that others read."""
 
     def __init__(self, nbytes: int) -> None:
@@ -100,7 +118,7 @@ class VersionSlot:
 
     @property
     def generation(self) -> int:
-        return int(self._words[0])
+        return super().generation
 
     @generation.setter
     def generation(self, value: int) -> None:
@@ -113,7 +131,7 @@ class VersionSlot:
             self.descriptor = None
 
 
-class MappedSlot:
+class MappedSlot(_Slot):
     """A slot of another process, mapped read-only."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -125,10 +143,6 @@ class MappedSlot:
             os.close(descriptor)
         self.memory = tensor_of_map(mapped)
         self._words = np.frombuffer(mapped, np.int64, HEADER_BYTES // 8)
-
-    @property
-    def generation(self) -> int:
-        return int(self._words[0])
 
 
 def tensor_of_map(mapped: mmap.mmap) -> Tensor:

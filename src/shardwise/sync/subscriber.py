@@ -395,7 +395,7 @@ class Subscriber:
             pairs = source.views.get(slot)
             if pairs is None:
                 pairs = source.views[slot] = [(self._place_of(r), r.view(mapped.memory)[r.widen]) for r in reads]
-            _check_whole(mapped.generation == generation)
+            _check_whole(mapped.wait_whole(generation, until))
             with torch.no_grad():
                 for target, view in pairs:
                     target.copy_(view)
