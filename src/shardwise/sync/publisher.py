@@ -257,8 +257,8 @@ class Publisher:
         everyone = gather_values(self.comm, tied, label="sync publish: tied tensors")
         if any(other != tied for other in everyone.values()):
             tied = list(range(len(tensors)))
-        cards = [RankPlace(host, name, (ip, number)) for host, name, ip, number in addresses]
-        listed = dict(zip(self.comm.ranks, cards, strict=True))
+        found_places = [RankPlace(host, name, (ip, number)) for host, name, ip, number in addresses]
+        listed = dict(zip(self.comm.ranks, found_places, strict=True))
         nowhere = RankPlace("", None, ("", 0))  # of ranks that are not the comm's
         places = tuple(listed.get(rank, nowhere) for rank in range(1 + max(self.comm.ranks)))
         self._text = Published(self.name, kinds, tuple(tied), places).to_text()
