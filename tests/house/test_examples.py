@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import runpy
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.forked import run_forked, run_module, run_script
+from tools.notebooks import run_notebook
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"COLUMNS": "120", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -88,6 +91,21 @@ def test_a_program_of_the_gallery_computes_what_one_rank_computes(path: Path, tm
     status, out = run_python(tmp_path, str(path))
     assert status == 0, out
     assert out.splitlines()[-1] == "equal: True", out
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_shows_what_its_code_gives(path: Path) -> None:
+    """`python -m tools.notebooks` writes the outputs. Each has pictures, and is in the list of examples."""
+    stored = json.loads(path.read_text())
+    assert [cell["outputs"] for cell in cells_of(run_notebook(stored))] == [
+        cell["outputs"] for cell in cells_of(stored)
+    ]
+    pictures = [o for cell in cells_of(stored) for o in cell["outputs"] if "text/html" in o.get("data", {})]
+    assert pictures and f"(../examples/notebooks/{path.name})" in (ROOT / "docs" / "examples.md").read_text()
+
+
+def cells_of(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def test_every_program_of_the_gallery_is_short_and_on_its_page() -> None:
