@@ -639,7 +639,7 @@ class HasLayout(Protocol):
 def draw(
     value: HasLayout | Layout | TensorType | Transfer | str, *, width: int | None = None, file: TextIO | None = None
 ) -> None:
-    """Print a picture: of a ShardedTensor, a Layout, a text in the notation, or a Transfer (what it moves).
+    """Print a picture of a ShardedTensor, a Layout, a text in the notation, or a Transfer.
 
     `width` is that of the terminal if it is not passed. Drawing a tensor needs no other rank.
 

@@ -238,9 +238,9 @@ def load(
     comm: GroupOrComm | None = None,
     progress: Progress = None,
 ) -> Any:
-    """Fill the tensors of a state from a checkpoint of any layout and world size; return the state.
+    """Fill a state from a checkpoint that was saved in any layout, by any number of ranks; return the state.
 
-    All ranks of the comm call it. Numbers and strings are replaced by the stored ones. Modules, optimizers and other
+    Every rank calls it. Numbers and strings are replaced by the stored ones. Modules, optimizers and other
     objects with `load_state_dict` get what is stored for them; state that an optimizer does not have yet is made.
 
     - `strict`: every entry of the state is stored, and all that is stored is in a rank's state; else what both have.

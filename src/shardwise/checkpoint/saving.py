@@ -378,7 +378,7 @@ def save(
     format: str = "shardwise",
     progress: Progress = None,
 ) -> Saving | None:
-    """Save a nested state of tensors, numbers, strings, modules and optimizers; all ranks of the comm call it.
+    """Save a nested state of tensors, numbers, strings, modules and optimizers. Every rank calls it.
 
     Objects with `state_dict` and `load_state_dict` are saved by it; state of optimizers is named by parameter.
     The folder `path` is replaced at once when everything is on disk. With `async_op`, the tensors are copied to host

@@ -73,7 +73,7 @@ def current_comm() -> Comm | None:
 
 
 def default_comm() -> Comm:
-    """Return the current comm, else that of torch's default process group, else a world of this one process.
+    """Return the comm that calls use: the current one, else torch's default process group, else this process alone.
 
     A process that torchrun or another launcher started as one of several (RANK, WORLD_SIZE) is not alone: without a
     process group it is an error.
@@ -214,12 +214,12 @@ def run_local(
     timeout: float = 60.0,
     device: torch.device | str | None = None,
 ) -> list[T]:
-    """Call `fn(*args)` on one thread per rank and return the results in rank order.
+    """Run `fn(*args)` on `world_size` ranks that are threads of this process; return their results in rank order.
 
     Inside, `default_comm()` is the comm of the rank; a function whose first parameter is `comm` is passed it. `launch`
     calls the same functions on processes. `nprocs` is another name for `world_size`.
 
-    `device` is where tensors normally live, by default torch's default device. On a GPU all ranks share it.
+    `device` is where new tensors are, by default torch's default device. On a GPU all ranks share it.
 
     An exception on one rank ends the others at their next collective and is raised here, with a note that names its
     rank. Each thread computes with one intra-op thread and runs its own backward pass. Torch's global random

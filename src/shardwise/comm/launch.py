@@ -67,7 +67,7 @@ def launch(
     timeout: float = DEFAULT_TIMEOUT,
     device: str | None = None,
 ) -> list[T]:
-    """Call `fn(*args)` in `world_size` new local processes, the ranks; return the results in rank order.
+    """Run `fn(*args)` on `world_size` ranks that are new local processes; return their results in rank order.
 
     Inside, torch.distributed is initialised and `default_comm()` is the world; a function whose first parameter is
     `comm` is passed it, as by `run_local`. `nprocs` is another name for `world_size`. `fn` must be importable (a

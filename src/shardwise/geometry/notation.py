@@ -369,7 +369,7 @@ class TensorType:
 
 @public
 def parse_layout(text: str, like: TensorType | None = None) -> TensorType:
-    """Read a tensor's element type, shape and layout; with `like`, a text without type and shape takes those.
+    """Read a tensor in the notation: element type, shape and layout. With `like`, type and shape may be left out.
 
     >>> parse_layout("f32[10,4] as chunk(0) over 0-3").layout.local_shapes(3)
     ((1, 4),)
@@ -391,7 +391,7 @@ def parse_layout(text: str, like: TensorType | None = None) -> TensorType:
 
 @public
 def parse_spec(text: str) -> ShardingSpec:
-    """Read the rule alone, without element type and shape.
+    """Read a spec in the notation: a layout without element type and shape.
 
     >>> parse_spec("on dp=2,tp=4: R, S(1)")
     MeshSpec(dp=2,tp=4, (Replicate(), Shard(1)))
@@ -401,7 +401,7 @@ def parse_spec(text: str) -> ShardingSpec:
 
 @public
 def parse_placements(text: str) -> tuple[Placement, ...]:
-    """Read placements, one for each mesh axis.
+    """Read placements in the notation, one for each axis of a mesh.
 
     >>> parse_placements("R, S(-1) sizes(3,0,5), P(avg)")
     (Replicate(), Shard(-1, sizes=(3, 0, 5)), Partial('avg'))

@@ -21,7 +21,7 @@ from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSp
 
 @public
 def layout_to_json(layout: Layout) -> dict[str, Any]:
-    """A layout as plain data; a spec of a user's own class is written as its pieces.
+    """Return a layout as plain data for JSON. A spec of your own class is written as its pieces.
 
     >>> layout_to_json(ChunkSpec(0, 2).layout((4,)))
     {'shape': [4], 'spec': {'kind': 'chunk', 'dim': 0, 'ranks': [0, 1]}}
@@ -34,7 +34,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 
 @public
 def layout_from_json(data: dict[str, Any]) -> Layout:
-    """The layout that `layout_to_json` wrote, checked again.
+    """Read a layout that `layout_to_json` wrote, and check it.
 
     >>> layout_from_json({"shape": [4], "spec": {"kind": "chunk", "dim": 0, "ranks": [0, 1]}}).local_shapes(1)
     ((2,),)
@@ -79,7 +79,7 @@ def placement_from_json(data: dict[str, Any]) -> Placement:
 
 @public
 def infer_spec(shape: Sequence[int], pieces: Sequence[Piece]) -> ShardingSpec:
-    """The simplest spec that assigns every rank exactly these pieces of a tensor of this shape, in this order.
+    """Find the simplest spec that assigns exactly these pieces to the ranks, in this order.
 
     >>> from shardwise.geometry.box import Box
     >>> infer_spec((4, 6), [Piece(Box((0, 3), (4, 3)), 0), Piece(Box((0, 0), (4, 3)), 1)])

@@ -161,7 +161,7 @@ def _fold_plan_rows(rows: list[PlanRow]) -> PlanRow:
 
 @public
 def describe_plan(plan: ModelPlan, module: nn.Module) -> PlanTable:
-    """What a plan does to a model, which may be on the meta device; needs no process group.
+    """Show what a plan does to a model: layouts, memory and traffic. Needs no process group and no memory.
 
     >>> from shardwise.geometry import Mesh
     >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {"*.weight": "tp: S(0)"}, input_plan="dp: S(0)")

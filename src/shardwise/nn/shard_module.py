@@ -406,7 +406,7 @@ def shard_parameter(
     src_rank: int = 0,
     process_group: GroupOrComm | None = None,
 ) -> None:
-    """Replace a parameter of a module by a ShardedTensor that holds the values of `src_rank`.
+    """Replace a parameter of a module by a ShardedTensor with the values of rank `src_rank`.
 
     The module then reads plain inputs of embedding, embedding_bag and linear as this rank's own batch. A parameter on
     the meta device gets local tensors without values.
@@ -469,7 +469,7 @@ def shard_module(
     *,
     init: Initialiser | None = None,
 ) -> M:
-    """Shard a model in place as a plan, or a file of one, says, and return it; called on every rank.
+    """Shard a model in place by a plan, or the file of one, and return it. Every rank calls it.
 
     Optimizers that hold the model's parameters hold the sharded ones afterwards, with their state.
 
@@ -669,7 +669,7 @@ def _replicate_buffers(module: nn.Module, plan: ModelPlan, src_rank: int, group:
 
 @public
 def check_plan(module: nn.Module, plan: ShardingPlan) -> None:
-    """Raise unless a plan fits the model: its entries name something, lay it out, and do not conflict.
+    """Raise PlanError if a plan does not fit the model: unknown names, layouts that do not fit, or conflicts.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> check_plan(nn.Linear(4, 8), ShardingPlan({"weight": ChunkSpec(0, ranks=2)}))

@@ -68,9 +68,9 @@ def reads_plain_as_replicated() -> bool:
 
 @public
 def replicate(tensor: Tensor, like: ShardedTensor | None = None) -> ShardedTensor:
-    """A plain tensor that every rank holds, as a ShardedTensor on the mesh of `like`; nothing is sent or copied.
+    """Make a replicated ShardedTensor of a plain tensor that every rank has. Nothing is sent or copied.
 
-    Without `like` it takes the mesh of the tensors it is computed with.
+    It is on the mesh of `like`, or of the tensors that it is computed with.
 
     >>> import torch, shardwise
     >>> def body(comm):

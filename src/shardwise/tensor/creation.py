@@ -95,17 +95,17 @@ def shard(
     placements: Any = None,
     comm: Any = None,
 ) -> ShardedTensor:
-    """Lay a whole tensor out: rank `src_rank` holds the data, or every rank does (`src_rank=None`, nothing is sent).
+    """Shard a whole tensor over the ranks. Every rank calls it.
 
-    `spec` is a spec, a Layout, a text in notation ("tp: S(0)", "on dp=2,tp=2: R, S(0)", or a tensor as it is printed,
-    "f32[6,4] on tp=2: S(0)"), or a mesh, with its placements next or by name: `shard(x, mesh, [Shard(0)])`. The mesh
-    and the placements may be torch's; the ranks are then those of the DeviceMesh. A DTensor, which is laid out already,
-    is redistributed.
+    Rank `src_rank` has the data, and sends each rank its part; other ranks may pass None. With `src_rank=None` every
+    rank has the data, and nothing is sent.
 
-    The result is a copy: it never shares memory with the tensor. (`from_local` makes one over existing tensors.) It is
-    on the kind of device that the source's tensor is on: of a host tensor, every rank's part is in host memory.
-    Other ranks than the source may pass None. Differentiable: gradients go back to the source, and only to it. A tensor
-    that every rank has computed through other moves is therefore laid out with `src_rank=None`.
+    `spec` is the layout you want: a text in the notation ("tp: S(0)", "on dp=2,tp=2: R, S(0)", or a tensor as it is
+    printed, "f32[6,4] on tp=2: S(0)"), a spec, a Layout, or a mesh and its placements: `shard(x, mesh, [Shard(0)])`.
+    torch's DeviceMesh and placements work too. A DTensor is redistributed.
+
+    The result is a copy on the same kind of device; use `from_local` to share memory with local tensors. Gradients flow
+    back to the source only. If every rank computed the tensor from sharded ones, pass `src_rank=None`.
 
     >>> from shardwise.comm import run_local
     >>> from shardwise.geometry import GridSpec
@@ -356,7 +356,7 @@ def from_local(
     placements: Any = None,
     comm: Any = None,
 ) -> ShardedTensor:
-    """A ShardedTensor over existing local tensors, without a copy; they stay on the tape.
+    """Make a ShardedTensor of local tensors that exist already, without a copy. Gradients flow to them.
 
     - `from_local(locals, layout)`, or with a spec and the global shape: `from_local(locals, spec, shape)`.
     - `from_local(local, mesh, placements)`, as DTensor has it: the mesh and the placements may be torch's. Without
@@ -490,9 +490,9 @@ def redistribute_many(
     async_op: bool = False,
     max_buffer_bytes: int | None = None,
 ) -> Any:
-    """Move many tensors at once: their messages share the exchanges. Returns the new tensors, in order.
+    """Redistribute many tensors at once, with shared messages. Return the new tensors in order.
 
-    With `async_op`, a Handle whose `wait()` returns them. Where gradients are recorded the tensors move one by one.
+    With `async_op`, return a Handle whose `wait()` returns them. If gradients are recorded, tensors move one by one.
 
     >>> import shardwise
     >>> def body(comm):
@@ -587,7 +587,7 @@ def empty(
     process_group: GroupOrComm | None = None,
     device: torch.device | str | None = None,
 ) -> ShardedTensor:
-    """A tensor whose values are not set. Local tensors are on the device the spec names, else on `device`.
+    """Return a sharded tensor with uninitialized values, on the devices that the spec names, else on `device`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> empty(ChunkSpec(0, ranks=1), 3, 2, dtype=torch.int64).local_tensor().shape
@@ -645,7 +645,7 @@ def full(
     fill_value: complex,
     **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
-    """A tensor filled with one value; the dtype is the default one unless it is passed; options as for `empty`.
+    """Return a sharded tensor filled with `fill_value`. Takes the options of `empty`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> full(ChunkSpec(0, ranks=1), (2,), 7).local_tensor()
@@ -668,7 +668,7 @@ def zeros(
     *size: int | Sequence[int],
     **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
-    """A tensor of zeros; options as for `empty`.
+    """Return a sharded tensor of zeros. Takes the options of `empty`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> zeros(ChunkSpec(0, ranks=1), 2).local_tensor()
@@ -689,7 +689,7 @@ def ones(
     *size: int | Sequence[int],
     **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
-    """A tensor of ones; options as for `empty`.
+    """Return a sharded tensor of ones. Takes the options of `empty`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> ones(ChunkSpec(0, ranks=1), 2, dtype=torch.int64).local_tensor()
@@ -712,7 +712,7 @@ def rand(
     seed: int | None = None,
     **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
-    """A tensor of uniform random numbers in [0, 1), the same for every spec and number of ranks.
+    """Return uniform random numbers in [0, 1): the same values for every layout and number of ranks.
 
     >>> from shardwise.comm import run_local
     >>> from shardwise.geometry import ChunkSpec
@@ -738,7 +738,7 @@ def randn(
     seed: int | None = None,
     **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
-    """A tensor of normal random numbers (mean 0, variance 1), the same for every spec and number of ranks.
+    """Return normal random numbers (mean 0, variance 1): the same values for every layout and number of ranks.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> values = randn(ChunkSpec(0, ranks=1), 10000, seed=3).local_tensor()
@@ -773,7 +773,7 @@ def empty_like(
     requires_grad: bool = False,
     pin_memory: bool = False,
 ) -> ShardedTensor:
-    """A tensor in the layout of another, its values not set.
+    """Return an uninitialized tensor in the layout of `tensor`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> empty_like(ones(ChunkSpec(0, ranks=1), 2), dtype=torch.int8).dtype
@@ -790,7 +790,7 @@ def empty_like(
 
 @public
 def full_like(tensor: ShardedTensor, fill_value: complex, **options: Unpack[LikeOptions]) -> ShardedTensor:
-    """A tensor in the layout of another, filled with one value; options as for `empty_like`.
+    """Return a tensor in the layout of `tensor`, filled with `fill_value`. Takes the options of `empty_like`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> full_like(ones(ChunkSpec(0, ranks=1), 2), 5).local_tensor()
@@ -802,7 +802,7 @@ def full_like(tensor: ShardedTensor, fill_value: complex, **options: Unpack[Like
 
 @public
 def zeros_like(tensor: ShardedTensor, **options: Unpack[LikeOptions]) -> ShardedTensor:
-    """A tensor of zeros in the layout of another; options as for `empty_like`.
+    """Return zeros in the layout of `tensor`. Takes the options of `empty_like`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> zeros_like(ones(ChunkSpec(0, ranks=1), 2)).local_tensor()
@@ -813,7 +813,7 @@ def zeros_like(tensor: ShardedTensor, **options: Unpack[LikeOptions]) -> Sharded
 
 @public
 def ones_like(tensor: ShardedTensor, **options: Unpack[LikeOptions]) -> ShardedTensor:
-    """A tensor of ones in the layout of another; options as for `empty_like`.
+    """Return ones in the layout of `tensor`. Takes the options of `empty_like`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> ones_like(zeros(ChunkSpec(0, ranks=1), 2)).local_tensor()
@@ -830,7 +830,7 @@ def rand_like(
     seed: int | None = None,
     **options: Unpack[LikeOptions],
 ) -> ShardedTensor:
-    """A tensor of uniform random numbers in the layout of another; options as for `empty_like`.
+    """Return uniform random numbers in the layout of `tensor`. Takes the options of `empty_like`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> x = zeros(ChunkSpec(0, ranks=1), 2)
@@ -849,7 +849,7 @@ def randn_like(
     seed: int | None = None,
     **options: Unpack[LikeOptions],
 ) -> ShardedTensor:
-    """A tensor of normal random numbers in the layout of another; options as for `empty_like`.
+    """Return normal random numbers in the layout of `tensor`. Takes the options of `empty_like`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> x = zeros(ChunkSpec(0, ranks=1), 2)

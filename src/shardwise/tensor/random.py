@@ -106,9 +106,9 @@ def _stream_counts_of(comm: Comm) -> _StreamCounts:
 
 @public
 def manual_seed(seed: int, process_group: GroupOrComm | None = None) -> None:
-    """Seed the random numbers of sharded tensors; torch's generator for plain tensors stays as it is.
+    """Seed the random numbers of sharded tensors, as torch.manual_seed does for plain ones.
 
-    It applies to the tensors of this comm until torch itself is seeded again.
+    It counts for the tensors of this comm until you seed torch itself again, and leaves torch's generator alone.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> from shardwise.tensor.creation import rand

@@ -156,7 +156,7 @@ derived_types: set[type] = set()  # the subclasses of ShardedTensor, for code th
 
 
 class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
-    """A tensor whose pieces are on many ranks.
+    """A tensor that is stored in pieces on many ranks, and computes like a regular tensor.
 
     >>> from shardwise.comm import run_local
     >>> from shardwise.geometry import ChunkSpec
@@ -280,7 +280,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return self.sharding.spec
 
     def local_tensors(self) -> tuple[Tensor, ...]:
-        """This rank's local tensors, on the tape: none, one or many.
+        """Return this rank's local tensors: none, one or many. Gradients flow through them.
 
         >>> from shardwise import ChunkSpec, run_local, shard
         >>> run_local(lambda: shard(torch.arange(3), ChunkSpec(0, (0, 1, 0))).local_tensors(), 2)
@@ -289,7 +289,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return self.local_parts
 
     def local_tensor(self) -> Tensor:
-        """This rank's only local tensor.
+        """Return this rank's local tensor; an error if it has none or several.
 
         >>> from shardwise import run_local, shard
         >>> run_local(lambda: shard(torch.arange(4), "tp: S(0)").local_tensor(), 2)
@@ -303,7 +303,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return self.local_parts[0]
 
     def local_shards(self) -> list[Shard]:
-        """This rank's pieces with their metadata; the tensors are views of the local tensors.
+        """Return this rank's shards with their metadata, as torch's ShardedTensor does.
 
         A tensor that is assigned to `shard.tensor` becomes the local tensor.
 
@@ -382,7 +382,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         max_buffer_bytes: int | None = None,
         label: str = "redistribute",
     ) -> Any:
-        """The same values in another layout, as a new tensor; differentiable.
+        """Return the same values in another layout. Differentiable.
 
         `target` is a spec, a Layout, placements on this tensor's mesh, such placements in notation ("S(0), R"), or a
         mesh with `placements`. Torch's DeviceMesh and placements are read as ours; `device_mesh` and `placements` may
@@ -412,7 +412,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
 
     @on_local_tensors
     def full(self, *, max_buffer_bytes: int | None = None) -> Tensor:
-        """The whole tensor, on every rank of the comm; differentiable.
+        """Return the whole tensor on every rank. Differentiable.
 
         It is a copy in every layout: later writes to this tensor do not change it. Where each rank holds the whole,
         `local_tensor()` returns it without a copy.
@@ -426,7 +426,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return whole.clone() if self.sharding == dst else whole
 
     def gather(self, dim: Any = None, index: Any = None, **options: Any) -> Any:
-        """The elements at `index` along `dim`, as `torch.gather`; the whole tensor on one rank is `gather_to(rank)`.
+        """Gather elements at `index` along `dim`, as torch.gather does; `gather_to(rank)` gives the whole on one rank.
 
         >>> from shardwise import run_local, shard
         >>> def body():
@@ -451,7 +451,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         dtype: torch.dtype | None = None,
         max_buffer_bytes: int | None = None,
     ) -> Tensor | None:
-        """The whole tensor on one rank (a global rank), exact in every dtype; `out` is filled if it is passed.
+        """Return the whole tensor on one (global) rank, exact in every dtype, in `out` if it is passed.
 
         Other ranks get None; where gradients are recorded they get a tensor without elements that is on the tape, so
         that every rank can call backward.
@@ -484,7 +484,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return None
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """This very tensor, moved to another spec in place; `redistribute` returns a new tensor instead.
+        """Move this tensor to another spec in place. `redistribute` returns a new tensor instead.
 
         >>> from shardwise import ChunkSpec, run_local, shard
         >>> run_local(lambda: str(shard(torch.ones(4, 2), ChunkSpec(0, 2)).reshard(ChunkSpec(1, 2))), 2)[0]
@@ -508,7 +508,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
 
     @on_local_tensors
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """Convert dtype or device of every local tensor; the same object if nothing changes. Differentiable.
+        """Convert dtype or device, as torch.Tensor.to does; returns this tensor if nothing changes. Differentiable.
 
         >>> from shardwise import run_local, shard
         >>> run_local(lambda: str(shard(torch.ones(4), "tp: S(0)").to(torch.bfloat16)), 2)[0]
@@ -534,7 +534,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None
     ) -> ShardedTensor:
-        """This tensor with its local tensors in CPU memory.
+        """Return a copy with its local tensors in CPU memory.
 
         >>> from shardwise import run_local, shard
         >>> run_local(lambda: shard(torch.ones(4), "tp: S(0)").cpu().device, 2)[0]
@@ -549,7 +549,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         memory_format: torch.memory_format = torch.preserve_format,
         process_group: Any = None,
     ) -> ShardedTensor:
-        """This tensor with its local tensors on this rank's current GPU.
+        """Return a copy with its local tensors on this rank's current GPU.
 
         >>> from shardwise import run_local, shard
         >>> if torch.cuda.is_available():
@@ -588,7 +588,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return format(self.item(), format_spec) if self.ndim == 0 else object.__format__(self, format_spec)
 
     def tolist(self) -> Any:
-        """The values as nested lists, gathered where this rank has not all of them; every rank asks.
+        """Return the values as nested lists, gathered if needed. Every rank calls it.
 
         >>> from shardwise import run_local, shard
         >>> run_local(lambda: shard(torch.arange(4), "tp: S(0)").tolist(), 2)[1]
@@ -597,7 +597,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return self._gather_values().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as an array; every rank asks.
+        """Return the values as an array, gathered if needed. Every rank calls it.
 
         Where every rank has all of them the array shares this rank's memory. Else it is a gathered copy, which cannot
         be written: writes would not reach the tensor.

@@ -577,7 +577,7 @@ def plan_transfer(
     contiguous: bool = False,
     rank: int | None = None,
 ) -> Transfer:
-    """The plan that turns `src` into `dst`, both of one shape, on the same, overlapping or disjoint ranks.
+    """Plan the move from layout `src` to layout `dst` of the same shape, on the same ranks or others. Sends nothing.
 
     - `src`, `dst`: layouts, or tensors in notation; the second text may leave out the type and shape.
     - `itemsize`: bytes per element; a tensor in notation says it.
