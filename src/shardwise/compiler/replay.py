@@ -62,13 +62,17 @@ def record_cuda_graph(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Ten
 RECORDERS: dict[str, Record] = {"cuda": record_cuda_graph}
 
 
-def why_not_recorded(graphs: Mapping[str, GraphModule], given: Sequence[Tensor], in_state: int) -> str | None:
+def why_not_recorded(
+    graphs: Mapping[str, GraphModule], given: Sequence[Tensor], in_state: int, draws: bool
+) -> str | None:
     """What stands against recording a kind with these graphs and inputs, of which the first are state; or None."""
     if "step" not in graphs:
         return "its forward and backward passes are two graphs; compile the whole step"
     devices = {t.device for t in given if t.numel()}
     if not any(device.type in RECORDERS for device in devices):
         return f"its tensors are on {', '.join(sorted(map(str, devices))) or 'no device'}, not on a GPU"
+    if draws:
+        return "it draws random numbers of sharded tensors, which are made on the host"
     if len(devices) > 1:
         return _describe_devices(given, in_state)
     (device,) = devices
@@ -141,9 +145,7 @@ class Replay:
         """Run the graph on these tensors; its results are new ones."""
         self._calls += 1
         if self._calls == 1:
-            self.problem = why_not_recorded(self.graphs, given, self.inputs.in_state)
-            if self.problem is None and self.draws:
-                self.problem = "it draws random numbers of sharded tensors, which are made on the host"
+            self.problem = why_not_recorded(self.graphs, given, self.inputs.in_state, bool(self.draws))
             self._note_problem()
         if self._calls <= WARM_UPS or _is_part_of_a_graph(given):
             return self.run(*given)
