@@ -71,6 +71,31 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
+def exchange_strided_tensors(to_strides: bool) -> list[bool]:
+    """Columns of matrices, of short runs and long ones, few bytes and many, into columns or into whole tensors."""
+    comm, right = comm_for(True), []
+    comm.barrier(label="connect")
+    assert comm.capabilities.takes_strides
+    other = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    for dtype, rows, width in ((torch.uint8, 50, 3), (torch.float32, 70, 200), (torch.complex128, 900, 90)):
+        whole = filled(dtype, 5, 2 * rows * width * comm.world_size).view(comm.world_size, rows, 2 * width)
+        memory = torch.zeros(rows, 3 * width, dtype=dtype)
+        target = memory[:, 1 : 1 + width] if to_strides else memory.view(-1)[: rows * width].view(rows, width)
+        sent, wanted = whole[comm.rank][:, :width], whole[other[1]][:, :width]
+        comm.exchange({other[0]: [sent]}, {other[1]: [target]}, label="columns").wait()
+        expected = torch.zeros_like(memory)
+        place = expected[:, 1 : 1 + width] if to_strides else expected.view(-1)[: rows * width].view(rows, width)
+        place.copy_(wanted)
+        right.append(torch.equal(memory, expected))
+    return right
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="about host memory")
+@pytest.mark.parametrize("to_strides", [False, True])
+def test_tensors_of_any_strides_travel_between_processes_of_one_host(world: Ranks, to_strides: bool) -> None:
+    assert world.run(exchange_strided_tensors, to_strides) == [[True] * 3] * 3
+
+
 def move_every_dtype(shared: bool) -> list[str]:
     comm, wrong = comm_for(shared), []
     for dtype in DTYPES:

@@ -16,8 +16,9 @@ from torch.distributed.tensor import Replicate as DReplicate
 from torch.distributed.tensor import Shard as DShard
 
 from shardwise.comm import ProcessGroupComm
-from shardwise.geometry import ChunkSpec, Layout, Mesh, MeshSpec, Shard
+from shardwise.geometry import ChunkSpec, Layout, Mesh, MeshSpec, Partial, Shard
 from shardwise.tensor import from_local, redistribute_many, shard
+from shardwise.tensor.move import find_move
 from tests.device import PLACE
 from tests.moving import (
     DTYPES,
@@ -116,6 +117,31 @@ def test_pairs_within_a_buffer_limit(world: Ranks, limit: int) -> None:
     for i, (src, dst) in enumerate(pairs_of(torch.bfloat16)):
         parts = [unpacked(rank["torch.bfloat16"][i], torch.bfloat16) for rank in held]
         assert_holds(dst, parts, values(SHAPE, torch.bfloat16), f"{limit}: {src} -> {dst}")
+
+
+def move_within_a_limit() -> list[Any]:
+    """Between rows and columns of uneven lengths, and sums, within an eighth of a rank's part."""
+    comm, found = comm_for(True), list[Any]()
+    mesh = Mesh.of(tp=4)
+    whole = torch.arange(1536 * 1024, dtype=torch.float32).view(1536, 1024)
+    rows, columns = (MeshSpec(mesh, (Shard(dim, sizes),)) for dim, sizes in ((0, (500, 0, 36, 1000)), (1, None)))
+    for src, dst in ((rows, columns), (columns, rows)):
+        tensor = shard(whole, src, None, comm=comm)
+        limit = 4 * 1536 * 1024 // 8 // 4
+        held = tensor.redistribute(dst, max_buffer_bytes=limit)
+        move = find_move(tensor, dst.layout((1536, 1024)), "redistribute", limit)
+        found.append((torch.equal(held.full(), whole), [step.rounds for step in move.transfer.steps]))
+    terms = MeshSpec(mesh, (Partial("sum"),)).layout((1536, 1024))
+    tensor = from_local(whole * (comm.rank + 1), terms, comm=comm)
+    summed = tensor.redistribute("R", max_buffer_bytes=1 << 17)
+    move = find_move(tensor, summed.sharding, "redistribute", 1 << 17)
+    found.append((torch.equal(summed.local_tensor(), whole * 10), move.collective is not None))
+    return found
+
+
+@pytest.mark.skipif(PLACE != "cpu", reason="about host memory")
+def test_a_limit_costs_no_rounds_where_runs_of_memory_are_read(world: Ranks) -> None:
+    assert world.run(move_within_a_limit) == [[(True, [1]), (True, [1]), (True, True)]] * 4
 
 
 def move_large(shared: bool) -> bool:

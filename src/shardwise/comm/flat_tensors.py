@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise._cache import cached
 from shardwise.comm.agree import name_ranks
 from shardwise.comm.background import is_in_background
 from shardwise.comm.protocol import ReduceOp
+from shardwise.geometry.mesh import IntArray
 
 # Elements that are reduced at a time: they stay in cache, and torch uses one thread for so few. Its other threads would
 # wait for each other at the end of every block, which takes long where ranks share cores.
@@ -46,6 +50,11 @@ def check_contiguous(tensor: Tensor, *, label: str) -> None:
             f"{label!r}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
             "only contiguous tensors are moved, so pass tensor.contiguous()"
         )
+    check_values(tensor, label=label)
+
+
+def check_values(tensor: Tensor, *, label: str) -> None:
+    """Refuse a tensor whose elements are to be conjugated or negated when read."""
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{label!r}: a lazily conjugated or negated tensor; pass tensor.resolve_conj().resolve_neg()")
 
@@ -59,6 +68,50 @@ def flatten_contiguous(tensor: Tensor, *, label: str) -> Tensor:
 def _as_one_run(tensor: Tensor) -> Tensor:
     """A contiguous tensor's elements as one run; a single element keeps no stride from where it was taken."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+@cached()
+def _runs_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[IntArray, int]:
+    """Where the runs of memory of such a tensor begin, and how long each is, in elements."""
+    length, dims = 1, len(shape)
+    while dims and (shape[dims - 1] == 1 or strides[dims - 1] == length):
+        dims -= 1
+        length *= shape[dims]
+    starts = np.zeros(1, np.int64)
+    for size, step in zip(shape[:dims], strides[:dims], strict=True):
+        starts = (starts[:, None] + np.arange(size) * step).reshape(-1)
+    return starts, length
+
+
+def run_bytes(tensor: Tensor) -> int:
+    """How many bytes of a tensor are adjacent in memory, at least.
+
+    >>> run_bytes(torch.zeros(4, 6)), run_bytes(torch.zeros(4, 6)[:, :3]), run_bytes(torch.zeros(4, 6).t())
+    (96, 12, 4)
+    """
+    return _runs_of(tuple(tensor.shape), tensor.stride())[1] * tensor.element_size()
+
+
+def memory_runs(tensor: Tensor) -> IntArray:
+    """The address and the number of bytes of each run of memory of a tensor, in the order of its elements."""
+    starts, length = _runs_of(tuple(tensor.shape), tensor.stride())
+    runs = np.empty((len(starts), 2), np.int64)
+    np.multiply(starts, tensor.element_size(), out=runs[:, 0])
+    runs[:, 0] += tensor.data_ptr()
+    runs[:, 1] = length * tensor.element_size()
+    return runs
+
+
+def fill_from_bytes(target: Tensor, data: bytearray, at: int) -> None:
+    """Fill a tensor of any strides from its bytes, in the order of its elements, which begin at a place of `data`."""
+    kind = _BY_WIDTH[target.element_size()]
+    if at % target.element_size():
+        data, at = data[at : at + target.nbytes], 0
+    values = torch.frombuffer(data, dtype=kind, count=target.numel(), offset=at)
+    target.detach().view(kind).copy_(values.view(target.shape))
+
+
+_BY_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def nonempty_bytes(tensors: Sequence[Tensor], *, label: str) -> list[Tensor]:
@@ -114,6 +167,8 @@ def nonempty_edges(
     """Check the ranks of an exchange and return its tensors of any strides, those without elements left out."""
     check_peers(group, sends, "sends to", label=label)
     check_peers(group, receives, "receives from", label=label)
+    for tensor in chain.from_iterable((*sends.values(), *receives.values())):
+        check_values(tensor, label=label)
     kept = [{rank: [t for t in listed if t.numel()] for rank, listed in side.items()} for side in (sends, receives)]
     outgoing, incoming = ({rank: listed for rank, listed in side.items() if listed} for side in kept)
     return outgoing, incoming

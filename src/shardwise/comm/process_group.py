@@ -242,9 +242,16 @@ class ProcessGroupComm(Comm):
                 return engine.exchange(lent, filled, call=call)
 
             return self._start(label, call, start)
-        outgoing = tensors.check_edges(self, sends, "sends to", label=label)
-        incoming = tensors.check_edges(self, receives, "receives from", label=label)
-        self._copy_own(outgoing.pop(self.rank, []), incoming.pop(self.rank, []), label)
+        if self._capabilities.takes_strides:
+            outgoing, incoming = tensors.nonempty_edges(self, sends, receives, label=label)
+            sent, wanted = (
+                tensors.nonempty_bytes(side.pop(self.rank, ()), label=label) for side in (outgoing, incoming)
+            )
+            self._copy_own(sent, wanted, label)
+        else:
+            outgoing = tensors.check_edges(self, sends, "sends to", label=label)
+            incoming = tensors.check_edges(self, receives, "receives from", label=label)
+            self._copy_own(outgoing.pop(self.rank, []), incoming.pop(self.rank, []), label)
         return self._start(
             label, call, lambda e, s: e.exchange(s.read_edges(outgoing), s.write_edges(incoming), call=call)
         )
@@ -273,8 +280,8 @@ class ProcessGroupComm(Comm):
 
     def all_reduce_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Reduce a tensor over all ranks into another one, where others can read it without a copy."""
-        if out is tensor or not self._capabilities.reads_peers:
-            return self.all_reduce(out if out is tensor else out.copy_(tensor), op, label=label)
+        if out is tensor:
+            return self.all_reduce(out, op, label=label)
         tensors.check_op(op, tensor.dtype, label=label)
         part, whole = tensors.flatten_contiguous(out, label=label), tensors.flatten_contiguous(tensor, label=label)
         call = tensors.describe_call("all_reduce", label, f"{op} of {tensors.describe_run(tensor)}")

@@ -52,6 +52,10 @@ class DisagreementError(ValueError):
 
 ReduceOp = Literal["sum", "avg", "min", "max", "product"]
 DEFAULT_TIMEOUT = 300.0
+LEAST_RUN_BYTES = 512
+"""Of tensors that are sent with their strides: shorter runs of memory are copied into one first."""
+FAST_RUN_BYTES = 1 << 13
+"""Runs of so many bytes are read one by one as fast as they are copied into one; shorter ones save memory."""
 T = TypeVar("T")
 TensorsByRank = Mapping[int, Sequence[Tensor]]
 
@@ -85,6 +89,10 @@ class Capabilities:
     """`submit` runs calls in a thread, in order."""
     reads_peers: bool = False
     """Ranks read each other's tensors where they are: `exchange` takes any strides, and `combine`."""
+    takes_strides: bool = False
+    """`exchange` takes tensors of any strides: their bytes in the order of their elements."""
+    reduction_elements: int = 0
+    """The elements of buffers that a reduction takes, however many there are; 0 if it takes more for longer ones."""
     fuses_moves: bool = False
     """One rank can do for all of them what they have agreed on: `agree_and_run`."""
     captures_graphs: bool = False

@@ -33,8 +33,8 @@ from torch import Tensor
 from shardwise.comm import Comm, ReduceOp, Work
 from shardwise.comm.agree import agree_on_request
 from shardwise.comm.background import BackgroundCall
-from shardwise.comm.flat_tensors import cut_for_one_thread
-from shardwise.comm.protocol import Combine, Request
+from shardwise.comm.flat_tensors import cut_for_one_thread, run_bytes
+from shardwise.comm.protocol import FAST_RUN_BYTES, LEAST_RUN_BYTES, Combine, Request
 from shardwise.comm.transports.kernels import add_together, copy_boxes
 from shardwise.geometry import Box, Reduction
 from shardwise.geometry.mesh import IntArray
@@ -532,6 +532,8 @@ class _StepRun:
         self.step: Step = move.transfer.steps[index]
         self.part = work_out_rank_part(self.step, move.comm.rank, move.dtype.itemsize)
         self.device = move.device_of(sources)
+        least_run = FAST_RUN_BYTES if move.limit is None else LEAST_RUN_BYTES
+        self.least_run = least_run if move.comm.capabilities.takes_strides else None
         dtype = accumulation_dtype(move.dtype) if self.part.reducing else move.dtype
         in_place = self.step.in_place
         self.targets = list(sources) if in_place else _make_targets(into, self.part.shapes, dtype, self.device)
@@ -545,7 +547,7 @@ class _StepRun:
 
     def _pack(self, message: Sequence[BoxPlace]) -> Tensor:
         first = _view(self.sources[message[0].slot], message[0].at)
-        if len(message) == 1 and first.is_contiguous():
+        if len(message) == 1 and self._is_straight(first):
             return first
         buffer = self._buffer(message)
         if len(message) == 1:
@@ -554,6 +556,10 @@ class _StepRun:
         for one in message:
             buffer[one.run].view(one.sizes).copy_(_view(self.sources[one.slot], one.at))
         return buffer
+
+    def _is_straight(self, box: Tensor) -> bool:
+        """Whether a box is sent from where it is, or received there, and needs no buffer."""
+        return box.is_contiguous() or (self.least_run is not None and run_bytes(box) >= self.least_run)
 
     def _buffer(self, message: Sequence[BoxPlace]) -> Tensor:
         buffer = staging_pool.take(message[-1].run.stop, self.move.dtype, self.device)
@@ -566,7 +572,7 @@ class _StepRun:
         for peer, cut in self.part.received_places.get(number, {}).items():
             for message in cut:
                 place = _view(self.targets[message[0].slot], message[0].at)
-                if len(message) != 1 or self.part.reducing or not place.is_contiguous():
+                if len(message) != 1 or self.part.reducing or not self._is_straight(place):
                     place = self._buffer(message)
                     self.arrived.append((place, message))
                 places.setdefault(peer, []).append(place)

@@ -319,7 +319,8 @@ class Move:
     @cached_property
     def collective(self) -> Collective | None:
         """The collective of the comm that makes all of it, all_reduce or reduce_scatter, in groups of ranks."""
-        return find_whole_collective(self.transfer, self.comm.ranks, self.dtype)
+        transfer = self.transfer  # made first: it connects the comm
+        return find_whole_collective(transfer, self.comm.ranks, self.dtype, self.comm.capabilities.reduction_elements)
 
     @property
     def reducing_comm(self) -> Comm:

@@ -27,6 +27,7 @@ import torch
 
 from shardwise._cache import cache_by_identity, cache_plans
 from shardwise.comm import Comm
+from shardwise.comm.protocol import LEAST_RUN_BYTES
 from shardwise.geometry import Box, Layout, MeshSpec, Replicate, Shard
 from shardwise.geometry.mesh import IntArray
 from shardwise.transfer import BoxMessage, Collective, Copy, Step, Topology, Transfer, plan_transfer
@@ -165,8 +166,9 @@ def plan_for_rank(
     """The plan from which a rank works, for the hosts of its comm: whole in small worlds, else this rank's part."""
     small = len(src.ranks) + len(dst.ranks) <= 2 * WHOLE_PLAN_RANKS or max_buffer_bytes is not None
     contiguous = contiguous and max_buffer_bytes is not None
-    rank = None if small else comm.rank
-    return _plan_cached(src, dst, itemsize, max_buffer_bytes, contiguous, rank, comm.find_topology())
+    rank, topology = None if small else comm.rank, comm.find_topology()  # which connects the comm
+    least_run = LEAST_RUN_BYTES if contiguous and comm.capabilities.takes_strides else 0
+    return _plan_cached(src, dst, itemsize, max_buffer_bytes, contiguous, least_run, rank, topology)
 
 
 @cache_plans
@@ -176,6 +178,7 @@ def _plan_cached(
     itemsize: int,
     max_buffer_bytes: int | None,
     contiguous: bool,
+    least_run: int,
     rank: int | None,
     topology: Topology | None = None,
 ) -> Transfer:
@@ -186,6 +189,7 @@ def _plan_cached(
         topology=topology,
         max_buffer_bytes=max_buffer_bytes,
         contiguous=contiguous,
+        least_run=least_run,
         rank=rank,
     )
 
@@ -260,10 +264,13 @@ def comm_width(dtype: torch.dtype) -> int:
     return accumulation_dtype(dtype).itemsize // dtype.itemsize if accumulation_dtype(dtype) != dtype else 0
 
 
-def find_whole_collective(transfer: Transfer, ranks: tuple[int, ...], dtype: torch.dtype) -> Collective | None:
+def find_whole_collective(
+    transfer: Transfer, ranks: tuple[int, ...], dtype: torch.dtype, elements: int = 0
+) -> Collective | None:
     """The collective by which a comm of these ranks runs the transfer, in one group or several: see the transfer's own.
 
-    None where it is another transfer, where wider sums of low precision take longer, or where a buffer limit is tight.
+    None where it is another transfer, where wider sums of low precision take longer, or where a buffer limit is tight;
+    the comm's buffers have so many `elements`, if that is known.
 
     >>> from shardwise.geometry import Mesh, MeshSpec, Partial, Shard
     >>> kinds = (Partial("sum"), Shard(0), Shard(1))
@@ -276,7 +283,8 @@ def find_whole_collective(transfer: Transfer, ranks: tuple[int, ...], dtype: tor
     width = comm_width(dtype)
     if not width or transfer.src.pending is None or transfer.dst.pending is not None:
         return None
-    return transfer.collective_of_comm(ranks, wider=width)
+    workspace = elements * accumulation_dtype(dtype).itemsize or None
+    return transfer.collective_of_comm(ranks, wider=width, workspace=workspace)
 
 
 @cache_plans

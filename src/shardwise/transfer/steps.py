@@ -99,7 +99,7 @@ def split_in_rounds(routes: Routes, degree: int, itemsize: int, limit: int) -> R
     return _assign_rounds(cut, per_message - part + 1)
 
 
-def split_buffered(routes: Routes, outline: StepOutline, itemsize: int, limit: int) -> Routes:
+def split_buffered(routes: Routes, outline: StepOutline, itemsize: int, limit: int, least_run: int) -> Routes:
     """The same for contiguous local tensors, where a limit holds for buffers alone.
 
     An edge of several boxes is packed and unpacked; of one box that is no run of memory, on the side where it is none.
@@ -109,8 +109,9 @@ def split_buffered(routes: Routes, outline: StepOutline, itemsize: int, limit: i
         return routes
     edge, first = _number_edges(routes)
     alone = np.bincount(edge) == 1
-    packed = ~(alone & _are_runs(routes.src_rows, routes.sizes, outline.src)[first])
-    unpacked = ~(alone & _are_runs(routes.dst_rows, routes.sizes, outline.dst)[first])
+    least = -(-least_run // itemsize)
+    packed = ~(alone & _need_no_buffer(routes.src_rows, routes.sizes, outline.src, least)[first])
+    unpacked = ~(alone & _need_no_buffer(routes.dst_rows, routes.sizes, outline.dst, least)[first])
     if outline.op is not None and max(map(len, outline.terms)) > 1:
         unpacked[:] = True
     sent, received = np.bincount(routes.src_ranks[first[packed]]), np.bincount(routes.dst_ranks[first[unpacked]])
@@ -139,16 +140,23 @@ def _number_edges(routes: Routes) -> tuple[IntArray, IntArray]:
     return np.concatenate([[0], np.cumsum(new)]), np.concatenate([[0], np.flatnonzero(new) + 1])
 
 
-def _are_runs(rows: IntArray, sizes: IntArray, layout: Layout) -> npt.NDArray[np.bool_]:
-    """Whether boxes of these sizes are each one run of memory in the local tensor of a table's row."""
+def _need_no_buffer(rows: IntArray, sizes: IntArray, layout: Layout, least: int) -> npt.NDArray[np.bool_]:
+    """Whether boxes of these sizes are each one run of memory in the local tensor of a table's row.
+
+    Or, unless `least` is 0, of runs of at least so many elements.
+    """
     table = layout.table
     _, tensor = np.unique(np.stack([table.ranks, table.slots], axis=1), axis=0, return_inverse=True)
     tensor = tensor.reshape(-1)
     shapes = np.zeros((int(tensor.max(initial=-1)) + 1, table.sizes.shape[1]), np.int64)
     np.maximum.at(shapes, tensor, table.local_offsets + table.sizes)
-    several = np.logical_or.accumulate(sizes > 1, axis=1)  # a dim of several rows: all later ones have to be whole
-    whole: npt.NDArray[np.bool_] = (~several[:, :-1] | (sizes == shapes[tensor[rows]])[:, 1:]).all(axis=1)
-    return whole
+    run = np.ones(len(sizes), np.int64)
+    going_on = np.ones(len(sizes), bool)
+    for dim in reversed(range(sizes.shape[1])):
+        run[going_on] *= sizes[going_on, dim]
+        going_on &= sizes[:, dim] == shapes[tensor[rows], dim]
+    needs_none: npt.NDArray[np.bool_] = (run == sizes.prod(axis=1)) | ((run >= least) & (least > 0))
+    return needs_none
 
 
 def _message_sizes(degree: int, itemsize: int, limit: int) -> tuple[int, int]:
@@ -295,6 +303,8 @@ class PlanOptions:
     max_buffer_bytes: int | None = None
     contiguous: bool = False
     """Whether local tensors are, so that only what passes through buffers counts; for whole plans."""
+    least_run: int = 0
+    """Boxes whose runs of memory have at least so many bytes need no buffers either, unless it is 0."""
     turn: int = 0
     """The place of the replica that comes first; of many tensors each has another, so that replicas share them."""
 
@@ -334,7 +344,7 @@ def _routes_of(
     limit = options.max_buffer_bytes
     if limit is not None and options.contiguous:
         assert rank is None
-        routes = split_buffered(routes, outline, options.itemsize, limit)
+        routes = split_buffered(routes, outline, options.itemsize, limit, options.least_run)
     elif limit is not None:
         routes = split_in_rounds(routes, degree, options.itemsize, limit)
     return routes, copies
@@ -807,19 +817,27 @@ COMM_WORKSPACE_BYTES = 8 << 20  # what a comm's reduction may use for each rank
 
 
 def find_comm_collective(
-    src: Layout, dst: Layout, outlines: Sequence[StepOutline], ranks: Sequence[int], limit: int | None
+    src: Layout,
+    dst: Layout,
+    outlines: Sequence[StepOutline],
+    ranks: Sequence[int],
+    limit: int | None,
+    workspace: int | None = None,
 ) -> Collective | None:
     """The collective by which a comm of these ranks makes the steps by itself: all_reduce or reduce_scatter, in groups.
 
     Each rank is in one group, starts from one box, and ends with it, or the i-th rank of a group with its i-th part of
-    equally many rows. None where it is not so, or a buffer limit leaves a comm too little room.
+    equally many rows. None where it is not so, or a buffer limit leaves a comm too little room: that of all ranks takes
+    `workspace` bytes, if it is known, and any other so many for each rank of a group.
     """
     groups = find_addend_groups(src, outlines)
     if src.pending is None or dst.pending is not None or groups is None or groups.shape[1] == 1:
         return None
     if not np.array_equal(np.sort(groups, axis=None), np.sort(np.asarray(ranks))):
         return None
-    if limit is not None and limit < groups.shape[1] * COMM_WORKSPACE_BYTES:
+    if workspace is None or len(groups) > 1:
+        workspace = groups.shape[1] * COMM_WORKSPACE_BYTES
+    if limit is not None and limit < workspace:
         return None
     if _has_same_boxes(src, dst):
         return Collective("all_reduce", _list_groups(groups))

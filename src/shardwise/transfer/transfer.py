@@ -220,7 +220,7 @@ class Transfer:
 
     @property
     def _unlimited(self) -> PlanOptions:
-        return replace(self.options, max_buffer_bytes=None, contiguous=False)
+        return replace(self.options, max_buffer_bytes=None, contiguous=False, least_run=0)
 
     @cached_property
     def is_listed(self) -> bool:
@@ -385,15 +385,21 @@ class Transfer:
         return recognise_from_totals(self.src, self.dst, self.outlines, self.totals)
 
     def collective_of_comm(
-        self, ranks: Sequence[int] | None = None, *, wider: int = 1, topology: Topology | None = None
+        self,
+        ranks: Sequence[int] | None = None,
+        *,
+        wider: int = 1,
+        topology: Topology | None = None,
+        workspace: int | None = None,
     ) -> Collective | None:
         """The collective by which a comm of these ranks makes this by itself: all_reduce or reduce_scatter, in groups.
 
         Addends are combined as they are, or in elements that are `wider`: that costs bytes, so it is done only where it
-        takes less time than exchanges do on this topology. The ranks are by default those of both layouts.
+        takes less time than exchanges do on this topology. The ranks are by default those of both layouts. The
+        comm needs `workspace` bytes of buffers, if that is known.
         """
         members = tuple(sorted({*self.src.ranks, *self.dst.ranks})) if ranks is None else tuple(ranks)
-        found = find_comm_collective(self.src, self.dst, self.outlines, members, self.max_buffer_bytes)
+        found = find_comm_collective(self.src, self.dst, self.outlines, members, self.max_buffer_bytes, workspace)
         if found is None or wider == 1:
             return found
         links = topology or self.options.topology or EACH_ON_ITS_OWN
@@ -468,6 +474,7 @@ class Transfer:
             "topology": topology,
             "max_buffer_bytes": self.max_buffer_bytes,
             "contiguous": self.options.contiguous,
+            "least_run": self.options.least_run,
             "rank": self.rank,
             "moved_bytes": self.moved_bytes,
             "lower_bound_bytes": self.lower_bound_bytes,
@@ -575,6 +582,7 @@ def plan_transfer(
     topology: Topology | None = None,
     max_buffer_bytes: int | None = None,
     contiguous: bool = False,
+    least_run: int = 0,
     rank: int | None = None,
 ) -> Transfer:
     """Plan the move from layout `src` to layout `dst` of the same shape, on the same ranks or others. Sends nothing.
@@ -585,6 +593,7 @@ def plan_transfer(
     - `max_buffer_bytes`: the most bytes a rank has in flight, in and out together; the exchange is cut into rounds.
     - `contiguous`: local tensors are, so that the limit holds for buffers alone: what goes from one run of memory to
       another needs none, and travels in one round.
+    - `least_run`: so does what is made of runs of at least so many bytes, unless it is 0.
     - `rank`: plan only the part that this rank takes in.
 
     >>> from shardwise.geometry import ChunkSpec
@@ -598,7 +607,8 @@ def plan_transfer(
     _check_plan_arguments(source, target, width, max_buffer_bytes)
     if contiguous and rank is not None and max_buffer_bytes is not None:
         raise LayoutError("a plan for contiguous tensors within a limit is of all ranks; leave out rank=")
-    options = PlanOptions(width, topology, max_buffer_bytes, contiguous and max_buffer_bytes is not None)
+    contiguous = contiguous and max_buffer_bytes is not None
+    options = PlanOptions(width, topology, max_buffer_bytes, contiguous, least_run if contiguous else 0)
     transfer = Transfer(source, target, options, rank)
     if transfer.is_listed or max_buffer_bytes is not None:
         _ = transfer.rounds  # what cannot be planned is refused here
@@ -658,6 +668,7 @@ def transfer_from_json(data: dict[str, Any]) -> Transfer:
         topology=topology,
         max_buffer_bytes=data["max_buffer_bytes"],
         contiguous=data.get("contiguous", False),
+        least_run=data.get("least_run", 0),
         rank=data["rank"],
     )
     listed = data["bytes_by_edge"]

@@ -1,4 +1,4 @@
-"""Does a call over host memory end only if what it read is what was lent?"""
+"""Does a call over host memory end only if what it read is what was lent, whatever runs of memory that is?"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from shardwise.comm.flat_tensors import memory_runs, run_bytes
 from shardwise.comm.transports.host_memory import (
     CopyOperation,
     MemoryLease,
@@ -14,6 +15,7 @@ from shardwise.comm.transports.host_memory import (
     RemoteLease,
     is_supported,
     pack_offer,
+    read_memory,
 )
 from shardwise.comm.transports.links import Frame, FrameKind, LenderGoneError, PeerCall
 
@@ -43,3 +45,17 @@ def test_call_whose_lease_has_ended_never_ends(name: str, ended: bool) -> None:
     with pytest.raises(LenderGoneError, match="rank 1 has ended the lease"):
         operation.accept(frame)
     assert operation.awaited() == {1}
+
+
+@pytest.mark.parametrize("strided", ["neither", "source", "target", "both"])
+@pytest.mark.parametrize("width", [3, 128, 300])
+def test_ranges_of_other_numbers_are_read_in_few_calls(strided: str, width: int) -> None:
+    """Runs of 12, 512 and 1200 bytes, more than one system call takes, into as many bytes of other runs."""
+    rows, made = 1100, torch.arange(1100 * 400, dtype=torch.float32, device="cpu").view(1100, 400)
+    source = made[:, 7 : 7 + width] if strided in ("source", "both") else made[:, :width].contiguous()
+    memory = torch.zeros(rows, 512, device="cpu")
+    target = memory[:, 50 : 50 + width] if strided in ("target", "both") else memory.view(-1)[: rows * width]
+    read_memory(os.getpid(), memory_runs(source), memory_runs(target))
+    assert torch.equal(target.reshape(rows, width), source)
+    assert torch.count_nonzero(memory) == torch.count_nonzero(source), "nothing else is written"
+    assert run_bytes(source) == (source.nbytes if source.is_contiguous() else 4 * width)

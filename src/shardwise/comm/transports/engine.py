@@ -66,8 +66,8 @@ class Engine:
         raise NotImplementedError
 
     def all_reduce_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
-        """Reduce a tensor into `out` on every rank (`reads_peers`)."""
-        raise NotImplementedError
+        """Reduce a tensor into `out` on every rank."""
+        return self.all_reduce(out.copy_(tensor), op, call=call)
 
     def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
         """Overwrite with the tensor of `src`."""

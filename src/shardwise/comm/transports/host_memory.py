@@ -32,18 +32,26 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, starmap
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise._text import package_logger
 from shardwise.comm.faults import TransportError
-from shardwise.comm.flat_tensors import REDUCE_BLOCK_ELEMENTS, Edges, accumulate_run, as_bytes, finish_average
-from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
+from shardwise.comm.flat_tensors import (
+    REDUCE_BLOCK_ELEMENTS,
+    Edges,
+    accumulate_run,
+    as_bytes,
+    fill_from_bytes,
+    finish_average,
+    memory_runs,
+    run_bytes,
+)
+from shardwise.comm.protocol import LEAST_RUN_BYTES, Capabilities, CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports.engine import Gatherer
 from shardwise.comm.transports.links import (
     Body,
@@ -60,6 +68,7 @@ from shardwise.comm.transports.links import (
     listener_address,
     number_hosts,
 )
+from shardwise.geometry.mesh import IntArray
 
 _BATCH_RANGES = 512
 _BATCH_BYTES = 1 << 30
@@ -67,9 +76,8 @@ _PR_SET_PTRACER = 0x59616D61
 _SECRET_BYTES = 16
 
 T = TypeVar("T")
-MemoryRange = tuple[int, int]
-"""An address and a number of bytes."""
-_LENGTH = itemgetter(1)
+ByteRanges: TypeAlias = IntArray | Sequence[tuple[int, int]]
+"""Addresses and numbers of bytes."""
 
 
 def is_supported() -> bool:
@@ -90,42 +98,32 @@ def allow_readers(pids: Sequence[int]) -> None:
     _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(0 if allowed == 1 else allowed), 0, 0, 0)
 
 
-def read_memory(pid: int, source: Sequence[MemoryRange], target: Sequence[MemoryRange]) -> None:
-    """Copy ranges of process `pid` into our own ranges of the same lengths, pair by pair; raise OSError if refused."""
-    for remote, local in _batch_ranges(source, target):
-        wanted = sum(map(_LENGTH, local))
-        got = _LIBC.process_vm_readv(pid, _io_vector(local), len(local), _io_vector(remote), len(remote), 0)
+def read_memory(pid: int, source: ByteRanges, target: ByteRanges) -> None:
+    """Copy ranges of process `pid` into our own, which have as many bytes together; raise OSError if refused."""
+    for remote, local in _batch_ranges(np.asarray(source, np.int64), np.asarray(target, np.int64)):
+        wanted = int(local[:, 1].sum())
+        got = _LIBC.process_vm_readv(pid, local.tobytes(), len(local), remote.tobytes(), len(remote), 0)
         if got != wanted:
             code = ctypes.get_errno() if got < 0 else 0
             raise OSError(code, f"read {max(got, 0)} of {wanted} bytes of process {pid}: {os.strerror(code)}")
 
 
-def _batch_ranges(
-    source: Sequence[MemoryRange], target: Sequence[MemoryRange]
-) -> Iterator[tuple[list[MemoryRange], list[MemoryRange]]]:
-    """Group the pairs so that one call neither holds too many ranges nor too many bytes."""
-    if len(source) == len(target) <= _BATCH_RANGES and sum(map(_LENGTH, source)) <= _BATCH_BYTES:
-        yield list(source), list(target)
+def _batch_ranges(source: IntArray, target: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
+    """Cut ranges so that one call neither has too many of them nor too many bytes."""
+    total = int(source[:, 1].sum())
+    if max(len(source), len(target)) <= _BATCH_RANGES and total <= _BATCH_BYTES:
+        yield source, target
         return
-    remote: list[MemoryRange] = []
-    local: list[MemoryRange] = []
-    total = 0
-    for (theirs, length), (ours, _) in zip(source, target, strict=True):
-        for at in range(0, length, _BATCH_BYTES):
-            size = min(_BATCH_BYTES, length - at)
-            if remote and (len(remote) == _BATCH_RANGES or total + size > _BATCH_BYTES):
-                yield remote, local
-                remote, local, total = [], [], 0
-            remote.append((theirs + at, size))
-            local.append((ours + at, size))
-            total += size
-    if remote:
-        yield remote, local
-
-
-def _io_vector(ranges: Sequence[MemoryRange]) -> bytes:
-    """An array of struct iovec."""
-    return struct.pack(f"{2 * len(ranges)}N", *chain.from_iterable(ranges))
+    ends = [side[:, 1].cumsum() for side in (source, target)]
+    cuts = np.unique(np.concatenate([*ends, np.arange(_BATCH_BYTES, total, _BATCH_BYTES)]))
+    starts = np.concatenate([[0], cuts[:-1]])
+    both = []
+    for side, end in zip((source, target), ends, strict=True):
+        at = np.searchsorted(end, starts, side="right")
+        both.append(np.stack([side[at, 0] + starts - end[at] + side[at, 1], cuts - starts], axis=1))
+    batch = np.maximum(np.arange(len(cuts)) // _BATCH_RANGES, 0) + starts // _BATCH_BYTES  # each starts a call
+    for part in np.split(np.arange(len(cuts)), np.flatnonzero(np.diff(batch)) + 1):
+        yield both[0][part], both[1][part]
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -162,68 +160,89 @@ class RemoteLease:
     def is_valid(self) -> bool:
         """Whether the secret is still there: reads it from the other process."""
         try:
-            return self.read([], [])
+            return self.read((), ())
         except OSError:
             return False
 
-    def read(self, source: Sequence[MemoryRange], target: Sequence[MemoryRange]) -> bool:
+    def read(self, source: ByteRanges, target: ByteRanges) -> bool:
         """Copy ranges of the process into our own, and the secret after them: whether it was there by then."""
         seen = ctypes.create_string_buffer(_SECRET_BYTES)
         secret, place = (self.address, _SECRET_BYTES), (ctypes.addressof(seen), _SECRET_BYTES)
-        read_memory(self.pid, [*source, secret], [*target, place])
+        read_memory(self.pid, _append(source, secret), _append(target, place))
         return seen.raw == self.secret
 
 
-_COUNT = struct.Struct("<I")
-_RANGE = struct.Struct("<QQ")
+def _append(ranges: ByteRanges, one: tuple[int, int]) -> IntArray:
+    return np.concatenate([np.asarray(ranges, np.int64).reshape(-1, 2), np.asarray([one], np.int64)])
+
+
+_COUNTS = struct.Struct("<II")
 _INLINE = 1 << 16  # one word between two processes takes as long as two more copies of so many bytes
 
 
 def pack_offer(tensors: Sequence[Tensor]) -> tuple[FrameKind, Body]:
-    """Return the message for some byte views: where they are or, if they are few bytes, the bytes as well."""
-    places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
-    head = _COUNT.pack(len(places)) + b"".join(starmap(_RANGE.pack, places))
-    if sum(map(_LENGTH, places)) > _INLINE:
-        return FrameKind.RANGES, head
-    return FrameKind.DATA, (head, *(tensor.numpy().data for tensor in tensors))
+    """Return the message for some tensors: where they are or, if they are few bytes and no strides, the bytes.
+
+    It begins with how many tensors and runs of memory there are, the bytes of each tensor, and the runs.
+    """
+    sizes = np.array([tensor.nbytes for tensor in tensors], np.int64)
+    if sizes.sum() > _INLINE or not all(tensor.is_contiguous() for tensor in tensors):
+        runs = np.concatenate([memory_runs(tensor) for tensor in tensors])
+        return FrameKind.RANGES, _COUNTS.pack(len(sizes), len(runs)) + sizes.tobytes() + runs.tobytes()
+    parts = (as_bytes(tensor, label="offer").numpy().data for tensor in tensors)
+    return FrameKind.DATA, (_COUNTS.pack(len(sizes), 0) + sizes.tobytes(), *parts)
+
+
+def _lendable(tensor: Tensor) -> Tensor:
+    """A tensor whose runs of memory are long enough to be read one by one: itself, or a copy."""
+    return tensor if tensor.is_contiguous() or run_bytes(tensor) >= LEAST_RUN_BYTES else tensor.contiguous()
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A read message: ranges of another process, or bytes that came along."""
+    """A read message: the bytes of each tensor, and runs of memory of another process, or the bytes in the message."""
 
     rank: int
-    ranges: list[MemoryRange]
-    data: ctypes.Array[ctypes.c_char] | None
+    sizes: list[int]
+    runs: IntArray
+    body: bytearray | None
+    at: int
     lease: RemoteLease
 
     @classmethod
     def of(cls, frame: Frame, lease: RemoteLease) -> Offer:
         """Read an offer from its message."""
-        (count,) = _COUNT.unpack_from(frame.body)
-        end = _COUNT.size + count * _RANGE.size
-        ranges = list(_RANGE.iter_unpack(memoryview(frame.body)[_COUNT.size : end]))
-        came_along = (ctypes.c_char * (len(frame.body) - end)).from_buffer(frame.body, end)
-        return cls(frame.rank, ranges, came_along if frame.kind is FrameKind.DATA else None, lease)
+        tensors, count = _COUNTS.unpack_from(frame.body)
+        sizes = np.frombuffer(frame.body, np.int64, tensors, _COUNTS.size).tolist()
+        at = _COUNTS.size + 8 * tensors
+        runs = np.frombuffer(frame.body, np.int64, 2 * count, at).reshape(-1, 2) if count else _NO_RUNS
+        return cls(frame.rank, sizes, runs, frame.body if frame.kind is FrameKind.DATA else None, at, lease)
 
-    def copy(self, targets: Sequence[MemoryRange]) -> None:
-        """Copy the k-th range into the k-th target; raise unless what was copied is what was offered."""
-        if self.data is None:
-            if not self._read(partial(self.lease.read, self.ranges, targets)):
+    def copy(self, targets: Sequence[Tensor]) -> None:
+        """Copy the bytes into tensors of their sizes; raise unless what was copied is what was offered."""
+        if self.body is None:
+            places = list(map(_lendable_empty, targets))
+            if not self._read(partial(self.lease.read, self.runs, np.concatenate(list(map(memory_runs, places))))):
                 raise LenderGoneError(self.rank)
+            for target, place in zip(targets, places, strict=True):
+                if target is not place:
+                    target.copy_(place)
             return
-        at = ctypes.addressof(self.data)
-        for address, length in targets:
-            ctypes.memmove(address, at, length)
-            at += length
+        at = self.at
+        for target in targets:
+            if target.is_contiguous():
+                ctypes.memmove(target.data_ptr(), _address_of(self.body, at), target.nbytes)
+            else:
+                fill_from_bytes(target, self.body, at)
+            at += target.nbytes
 
-    def copy_part(self, at: int, target: MemoryRange) -> None:
-        """Copy some bytes of the only range, from byte `at` on."""
-        address, length = target
-        if self.data is None:
-            self._read(partial(read_memory, self.lease.pid, [(self.ranges[0][0] + at, length)], [target]))
+    def copy_part(self, at: int, address: int, length: int) -> None:
+        """Copy some bytes of the only tensor, which is one run of memory, from byte `at` on."""
+        if self.body is None:
+            read = partial(read_memory, self.lease.pid, [(int(self.runs[0, 0]) + at, length)], [(address, length)])
+            self._read(read)
         else:
-            ctypes.memmove(address, ctypes.addressof(self.data) + at, length)
+            ctypes.memmove(address, _address_of(self.body, self.at + at), length)
 
     def _read(self, read: Callable[[], T]) -> T:
         try:
@@ -233,8 +252,21 @@ class Offer:
 
     def confirm(self) -> None:
         """Raise unless what was copied is what was offered; bytes that came along always are."""
-        if self.data is None and not self.lease.is_valid():
+        if self.body is None and not self.lease.is_valid():
             raise LenderGoneError(self.rank)
+
+
+_NO_RUNS = np.zeros((0, 2), np.int64)
+
+
+def _lendable_empty(tensor: Tensor) -> Tensor:
+    """Memory to fill in place of a tensor: its own, where its runs are long enough."""
+    own = tensor.is_contiguous() or run_bytes(tensor) >= LEAST_RUN_BYTES
+    return tensor if own else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _address_of(data: bytearray, at: int) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data, at))
 
 
 class CopyOperation(PeerCall):
@@ -249,10 +281,10 @@ class CopyOperation(PeerCall):
     def take(self, frame: Frame) -> list[int]:
         """Copy into place."""
         given = Offer.of(frame, self._leases[frame.rank])
-        targets = [(tensor.data_ptr(), tensor.nbytes) for tensor in self._receives[frame.rank]]
-        _check_sizes(self.call, frame.rank, self._rank, given.ranges, targets)
+        targets = self._receives[frame.rank]
+        _check_sizes(self.call, frame.rank, self._rank, given.sizes, [tensor.nbytes for tensor in targets])
         given.copy(targets)
-        return [frame.rank] if given.data is None else []
+        return [frame.rank] if given.body is None else []
 
 
 class ReduceOperation(PeerCall):
@@ -266,41 +298,43 @@ class ReduceOperation(PeerCall):
         super().__init__(call, (r for r in leases if r != rank))
         self._rank, self._leases, self._op = rank, leases, op
         self._out, self._mine = out, mine
+        self._is_in_place = out.data_ptr() == mine.data_ptr()
         self._offers: dict[int, Offer] = {}
 
     def take(self, frame: Frame) -> list[int]:
         """Keep the offer; reduce after the last one."""
         given = Offer.of(frame, self._leases[frame.rank])
-        _check_sizes(self.call, frame.rank, self._rank, given.ranges, [(0, self._mine.nbytes)])
+        _check_sizes(self.call, frame.rank, self._rank, given.sizes, [self._mine.nbytes])
         self._offers[frame.rank] = given
         if self.expected:
             return []
         step = REDUCE_BLOCK_ELEMENTS
-        scratch = self._mine.new_empty((2, min(step, len(self._mine))))
+        scratch = self._mine.new_empty((1 + self._is_in_place, min(step, len(self._mine))))
         for at in range(0, len(self._mine), step):
             self._reduce_block(at, min(step, len(self._mine) - at), scratch)
         for given in self._offers.values():
             given.confirm()
-        return [rank for rank, given in self._offers.items() if given.data is None]
+        return [rank for rank, given in self._offers.items() if given.body is None]
 
     def _reduce_block(self, at: int, count: int, scratch: Tensor) -> None:
-        total, other = scratch[0, :count], scratch[1, :count]
+        out, other = self._out[at : at + count], scratch[-1, :count]
+        total = scratch[0, :count] if self._is_in_place else out
         for i, rank in enumerate(self._leases):
             into = other if i else total
             if rank == self._rank:
                 into.copy_(self._mine[at : at + count])
             else:
-                self._offers[rank].copy_part(at * into.element_size(), (into.data_ptr(), into.nbytes))
+                self._offers[rank].copy_part(at * into.element_size(), into.data_ptr(), into.nbytes)
             if i:
                 accumulate_run(total, other, self._op)
         finish_average(total, self._op, len(self._leases))
-        self._out[at : at + count].copy_(total)
+        if self._is_in_place:
+            out.copy_(total)
 
 
-def _check_sizes(call: str, src: int, dst: int, offered: Sequence[MemoryRange], wanted: Sequence[MemoryRange]) -> None:
-    theirs, ours = list(map(_LENGTH, offered)), list(map(_LENGTH, wanted))
-    if theirs != ours:
-        raise different_sizes_error(call, src, dst, f"{theirs} bytes", str(ours))
+def _check_sizes(call: str, src: int, dst: int, offered: Sequence[int], wanted: Sequence[int]) -> None:
+    if offered != wanted:
+        raise different_sizes_error(call, src, dst, f"{offered} bytes", str(wanted))
 
 
 _CONNECT_SECONDS = 10.0
@@ -393,6 +427,7 @@ class SameHostEngine(PeerEngine):
     """Moves host tensors between processes of one host."""
 
     device = torch.device("cpu")
+    capabilities = Capabilities(takes_strides=True, reduction_elements=REDUCE_BLOCK_ELEMENTS)
     starts_early = True
 
     def __init__(
@@ -419,12 +454,16 @@ class SameHostEngine(PeerEngine):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Gather and reduce small tensors; reduce-scatter and gather large ones, in place."""
+        return self.all_reduce_into(tensor, tensor, op, call=call)
+
+    def all_reduce_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
+        """The same into other memory, from where the tensor is."""
         if tensor.nbytes * len(self._others) <= _SMALL_COLLECT_BYTES:
-            self._reduce_small(call, tensor, op)
+            self._reduce_small(call, out if out is tensor else out.copy_(tensor), op)
             return CompletedWork()
-        runs = list(tensor.tensor_split(len(self._ranks)))
-        self._start_reduce(call, runs[self._index], runs, op).wait()
-        self._share(call, runs[self._index], dict(zip(self._ranks, runs, strict=True))).wait()
+        runs, results = (list(t.tensor_split(len(self._ranks))) for t in (tensor, out))
+        self._start_reduce(call, results[self._index], runs, op).wait()
+        self._share(call, results[self._index], dict(zip(self._ranks, results, strict=True))).wait()
         return CompletedWork()
 
     def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
@@ -465,8 +504,9 @@ class SameHostEngine(PeerEngine):
     def _start(self, operation: PeerCall, sends: Edges) -> Work:
         with self._calls.lock:
             self._calls.register(operation)
-            offers = {rank: pack_offer(tensors) for rank, tensors in sends.items()}
-            operation.kept = sends
+            lent = {rank: list(map(_lendable, tensors)) for rank, tensors in sends.items()}
+            offers = {rank: pack_offer(tensors) for rank, tensors in lent.items()}
+            operation.kept = lent
             operation.lent_to.update(rank for rank, (kind, _) in offers.items() if kind is FrameKind.RANGES)
             self._calls.start(operation, offers)
         return PendingWork(partial(self._calls.wait, operation))
