@@ -5,7 +5,7 @@
    with it as in 1, join on the grid cell, and keep each pair in the one cell where its intersection begins. A few boxes
    are compared with each other directly.
 
-Transfers, reads of a checkpoint, resharding and comparing all start from the `Overlaps` that are found here.
+Transfers, reads of a checkpoint, resharding and comparing all start from the `Overlaps` that are found here; also which boxes are few runs of memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Cells, DimCuts, Layout, cuts_from_sizes
@@ -188,3 +189,22 @@ def overlaps_with_layout(offsets: IntArray, sizes: IntArray, layout: Layout) -> 
     table = layout.table
     first = np.unique(table.cells, return_index=True)[1]
     return overlaps_with_boxes(layout.shape, offsets, sizes, table.offsets[first], table.sizes[first])
+
+
+def are_long_runs(layout: Layout, rows: IntArray, sizes: IntArray, least: int) -> npt.NDArray[np.bool_]:
+    """Whether boxes of these sizes are each one run of memory in the local tensor of a table's row.
+
+    Or, unless `least` is 0, of runs of at least so many elements.
+    """
+    table = layout.table
+    _, tensor = np.unique(np.stack([table.ranks, table.slots], axis=1), axis=0, return_inverse=True)
+    tensor = tensor.reshape(-1)
+    shapes = np.zeros((int(tensor.max(initial=-1)) + 1, table.sizes.shape[1]), np.int64)
+    np.maximum.at(shapes, tensor, table.local_offsets + table.sizes)
+    run = np.ones(len(sizes), np.int64)
+    going_on = np.ones(len(sizes), bool)
+    for dim in reversed(range(sizes.shape[1])):
+        run[going_on] *= sizes[going_on, dim]
+        going_on &= sizes[:, dim] == shapes[tensor[rows], dim]
+    are_long: npt.NDArray[np.bool_] = (run == sizes.prod(axis=1)) | ((run >= least) & (least > 0))
+    return are_long

@@ -47,6 +47,7 @@ from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.transfer.overlap import (
     Overlaps,
+    are_long_runs,
     concatenate_overlaps,
     expand_runs,
     overlaps_with_cells,
@@ -110,8 +111,8 @@ def split_buffered(routes: Routes, outline: StepOutline, itemsize: int, limit: i
     edge, first = _number_edges(routes)
     alone = np.bincount(edge) == 1
     least = -(-least_run // itemsize)
-    packed = ~(alone & _need_no_buffer(routes.src_rows, routes.sizes, outline.src, least)[first])
-    unpacked = ~(alone & _need_no_buffer(routes.dst_rows, routes.sizes, outline.dst, least)[first])
+    packed = ~(alone & are_long_runs(outline.src, routes.src_rows, routes.sizes, least)[first])
+    unpacked = ~(alone & are_long_runs(outline.dst, routes.dst_rows, routes.sizes, least)[first])
     if outline.op is not None and max(map(len, outline.terms)) > 1:
         unpacked[:] = True
     sent, received = np.bincount(routes.src_ranks[first[packed]]), np.bincount(routes.dst_ranks[first[unpacked]])
@@ -138,25 +139,6 @@ def _number_edges(routes: Routes) -> tuple[IntArray, IntArray]:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     new = (np.diff(routes.src_ranks) != 0) | (np.diff(routes.dst_ranks) != 0)
     return np.concatenate([[0], np.cumsum(new)]), np.concatenate([[0], np.flatnonzero(new) + 1])
-
-
-def _need_no_buffer(rows: IntArray, sizes: IntArray, layout: Layout, least: int) -> npt.NDArray[np.bool_]:
-    """Whether boxes of these sizes are each one run of memory in the local tensor of a table's row.
-
-    Or, unless `least` is 0, of runs of at least so many elements.
-    """
-    table = layout.table
-    _, tensor = np.unique(np.stack([table.ranks, table.slots], axis=1), axis=0, return_inverse=True)
-    tensor = tensor.reshape(-1)
-    shapes = np.zeros((int(tensor.max(initial=-1)) + 1, table.sizes.shape[1]), np.int64)
-    np.maximum.at(shapes, tensor, table.local_offsets + table.sizes)
-    run = np.ones(len(sizes), np.int64)
-    going_on = np.ones(len(sizes), bool)
-    for dim in reversed(range(sizes.shape[1])):
-        run[going_on] *= sizes[going_on, dim]
-        going_on &= sizes[:, dim] == shapes[tensor[rows], dim]
-    needs_none: npt.NDArray[np.bool_] = (run == sizes.prod(axis=1)) | ((run >= least) & (least > 0))
-    return needs_none
 
 
 def _message_sizes(degree: int, itemsize: int, limit: int) -> tuple[int, int]:
