@@ -5,7 +5,8 @@
    with it as in 1, join on the grid cell, and keep each pair in the one cell where its intersection begins. A few boxes
    are compared with each other directly.
 
-Transfers, reads of a checkpoint, resharding and comparing all start from the `Overlaps` that are found here; also which boxes are few runs of memory.
+Transfers, reads of a checkpoint, resharding and comparing all start from the `Overlaps` that are found here. Which
+boxes are one run of memory, or long ones, is found here too.
 """
 
 from __future__ import annotations
