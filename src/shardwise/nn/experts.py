@@ -1,454 +1,52 @@
-"""Experts of a mixture as one layer: stacked weights, tokens brought to them, answers brought back.
+"""Experts of a mixture as one layer of stacked weights, and which rank has which of them.
 
-The layer is an ordinary module. Sharded by a plan such as `{"**.experts.*": "ep: S(0)"}` each rank has some of the
-experts; a tp axis may split their inner dim besides, as in `"ep: S(0), tp: S(1) groups(i,i)"`. Tokens reach their
-experts and answers come back by two uneven all-to-alls:
+Which rank has which expert follows from the load (`rebalance_experts`), and may change between steps.
 
-1. Each rank counts its tokens for each expert. The counts of all ranks are exchanged: the sizes of all messages and the
-   places of all rows follow from them (`RoutePlan`, in NumPy and without communication). A *part* is what the ranks
-   with the same places along the token axes have of the batch; parts are numbered in the order of tokens.
-2. A rank sends its tokens, sorted by expert, to the ranks that have the experts. What arrives is sorted by expert, then
-   by part. So the rows of all ranks together are sorted by expert, and grouped products take them as they are.
-3. `combine` goes the reverse way, weighs the answers of a token's experts and adds them up.
-
-With a capacity an expert takes its first tokens, in the order of the whole batch, and the others pass it by: the result
-does not depend on how tokens are laid out. The gradient of an exchange is the reverse exchange.
+1. Loads are dealt to the ranks, the largest first; with `copies`, hot experts are on several ranks. The shares are
+   given to the ranks so that most experts stay where they are. Parameters, gradients and the state of optimizers move
+   in one exchange: an expert as `S(0) owners(...)` of the axis says, a copy as a box that several ranks have.
+2. A layer numbers experts by the ranks that have them (`ExpertPlacement`), copies by themselves. The tokens of an
+   expert are dealt to its copies in turn; so each routes and multiplies as without copies.
+3. Gradients of copies are addends: they are added up on all ranks that have the expert, in the same order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from shardwise._cache import cache_by_identity
 from shardwise._torch import aten
-from shardwise.comm import Comm, DisagreementError, gather_raw
-from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Placement, Replicate, RowOwners, Shard
-from shardwise.geometry.mesh import IntArray
-from shardwise.geometry.placements import bounds, chunk_sizes
-from shardwise.ops.explain import check_may_communicate
-from shardwise.ops.implicit_replication import replicate
-from shardwise.ops.views import mesh_view, redistribute_to
-from shardwise.tensor.execute import exchange_blocks
-from shardwise.tensor.recorder import notify_watchers
+from shardwise.comm import Comm, agree
+from shardwise.geometry import (
+    Box,
+    EnumerableSpec,
+    Layout,
+    Mesh,
+    MeshSpec,
+    Piece,
+    Placement,
+    Replicate,
+    RowOwners,
+    Shard,
+)
+from shardwise.geometry.placements import chunk_sizes
+from shardwise.nn.optimizer import move_parameters
+from shardwise.nn.plan import PlanError, match_patterns
+from shardwise.nn.routing import RowSwap, route_tokens
+from shardwise.ops.explain import explain
+from shardwise.ops.unshard import copy_mark
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class RoutePlan:
-    """How tokens go to experts on a mesh: `counts[part, expert]`, the axes that split tokens, the one of experts."""
-
-    mesh: Mesh
-    token_axes: tuple[int, ...]
-    expert_axis: int | None
-    counts: IntArray
-
-    @property
-    def num_experts(self) -> int:
-        return int(self.counts.shape[1])
-
-    @property
-    def totals(self) -> tuple[int, ...]:
-        """The rows of each expert."""
-        return tuple(self.counts.sum(0).tolist())
-
-    def part_of(self, rank: int) -> int:
-        """The part of the batch that a rank has."""
-        place = np.argwhere(self.mesh.ranks == rank)[0]
-        number = 0
-        for axis in self.token_axes:
-            number = number * self.mesh.shape[axis] + int(place[axis])
-        return number
-
-    def peers_of(self, rank: int) -> list[int]:
-        """The ranks along the axis of experts that a rank exchanges tokens with, in order."""
-        if self.expert_axis is None:
-            return [rank]
-        place = [int(p) for p in np.argwhere(self.mesh.ranks == rank)[0]]
-        return [
-            int(self.mesh.ranks[(*place[: self.expert_axis], i, *place[self.expert_axis + 1 :])])
-            for i in range(self.mesh.shape[self.expert_axis])
-        ]
-
-    def experts_of(self, rank: int) -> slice:
-        """The experts that a rank has."""
-        if self.expert_axis is None:
-            return slice(0, self.num_experts)
-        edges = bounds(chunk_sizes(self.num_experts, self.mesh.shape[self.expert_axis]))
-        place = int(np.argwhere(self.mesh.ranks == rank)[0][self.expert_axis])
-        return slice(edges[place], edges[place + 1])
-
-    def sends(self, rank: int) -> dict[int, int]:
-        """How many rows a rank sends to each peer."""
-        own = self.counts[self.part_of(rank)]
-        return {peer: int(own[self.experts_of(peer)].sum()) for peer in self.peers_of(rank)}
-
-    def receives(self, rank: int) -> dict[int, int]:
-        """How many rows a rank gets from each peer."""
-        experts = self.experts_of(rank)
-        return {peer: int(self.counts[self.part_of(peer), experts].sum()) for peer in self.peers_of(rank)}
-
-    def arrival_order(self, rank: int) -> IntArray:
-        """What arrives is sorted by peer, then by expert: the numbers of its rows sorted by expert, then by peer."""
-        experts = self.experts_of(rank)
-        lengths = np.stack([self.counts[self.part_of(peer), experts] for peer in self.peers_of(rank)])
-        starts = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)
-        wanted, first = lengths.T.reshape(-1), starts.T.reshape(-1)
-        return np.repeat(first - (np.cumsum(wanted) - wanted), wanted) + np.arange(wanted.sum())
-
-    def place_rows(self, spec: MeshSpec) -> MeshSpec:
-        """The spec with the rows of experts in place of tokens, along the axes that split them."""
-        placements: list[Placement] = list(spec.placements)
-        parts = np.indices([self.mesh.shape[a] for a in self.token_axes]).reshape(
-            len(self.token_axes), len(self.counts)
-        )
-        for number, axis in enumerate(self.token_axes):
-            owners = RowOwners.from_runs(np.tile(parts[number], self.num_experts), self.counts.T.reshape(-1))
-            placements[axis] = Shard(0, owners=owners)
-        if self.expert_axis is not None:
-            holders = np.repeat(np.arange(self.mesh.shape[self.expert_axis]), self._experts_by_place())
-            placements[self.expert_axis] = Shard(0, owners=RowOwners.from_runs(holders, self.counts.sum(0)))
-        return MeshSpec(spec.mesh, placements)
-
-    def _experts_by_place(self) -> tuple[int, ...]:
-        assert self.expert_axis is not None
-        return chunk_sizes(self.num_experts, self.mesh.shape[self.expert_axis])
-
-    @property
-    def moved_rows(self) -> int:
-        """The rows that change ranks, of one copy of the batch."""
-        if self.expert_axis is None:
-            return 0
-        parts = np.indices([self.mesh.shape[a] for a in self.token_axes]).reshape(
-            len(self.token_axes), len(self.counts)
-        )
-        here = parts[self.token_axes.index(self.expert_axis)]
-        there = np.repeat(np.arange(self.mesh.shape[self.expert_axis]), self._experts_by_place())
-        return int(self.counts[here[:, None] != there[None, :]].sum())
-
-
-def limit_counts(counts: IntArray, capacity: int | None) -> IntArray:
-    """The rows of each part that experts take if each takes at most so many, those of the first parts first.
-
-    >>> limit_counts(np.array([[3, 0], [2, 1]]), 4).tolist()
-    [[3, 0], [1, 1]]
-    """
-    if capacity is None:
-        return counts
-    before = np.cumsum(counts, 0) - counts
-    taken: IntArray = np.clip(capacity - before, 0, counts)
-    return taken
-
-
-def first_choices(counts: IntArray, kept: IntArray) -> IntArray:
-    """Which of a part's choices, sorted by expert, experts take: the first ones of each.
-
-    >>> first_choices(np.array([3, 2]), np.array([1, 2])).tolist()
-    [0, 3, 4]
-    """
-    place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.flatnonzero(place < np.repeat(kept, counts))
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class RowSwap:
-    """An uneven all-to-all of rows: how many this rank sends to each rank, in this order, and gets from each.
-
-    >>> from shardwise.comm import run_local
-    >>> from shardwise.geometry import Mesh, MeshSpec, Shard
-    >>> layout = MeshSpec(Mesh.of(ep=2), [Shard(0)]).layout((4, 1))
-    >>> def body(comm):  # rank 0 keeps one row and sends two; rank 1 keeps its only one
-    ...     counts = [{0: 1, 1: 2}, {0: 0, 1: 1}]
-    ...     receives = {rank: counts[rank][comm.rank] for rank in (0, 1)}
-    ...     swap = RowSwap(comm, counts[comm.rank], receives, layout, layout, 0, "swap")
-    ...     return swap.run(torch.arange(3.0) if comm.rank == 0 else torch.tensor([9.0])).tolist()
-    >>> run_local(body, 2)
-    [[0.0], [1.0, 2.0, 9.0]]
-    """
-
-    comm: Comm
-    sends: dict[int, int]
-    receives: dict[int, int]
-    src: Layout
-    dst: Layout
-    moved_bytes: int
-    label: str
-    count_far_bytes: Callable[[], int] = int
-
-    @property
-    def bytes_between_hosts(self) -> int:
-        """The part of the bytes that passes between hosts."""
-        return self.count_far_bytes()
-
-    def reverse(self) -> RowSwap:
-        """The exchange by which all rows go back."""
-        return replace(self, sends=self.receives, receives=self.sends, src=self.dst, dst=self.src)
-
-    def run(self, rows: Tensor) -> Tensor:
-        """The rows that this rank gets; all ranks of the comm call it."""
-        notify_watchers(self)
-        result = rows.new_empty(sum(self.receives.values()), *rows.shape[1:])
-        exchange_blocks(
-            self.comm, _split_rows(rows.contiguous(), self.sends), _split_rows(result, self.receives), self.label
-        )
-        return result
-
-
-def _count_far_bytes(plan: RoutePlan, comm: Comm, row_bytes: int) -> int:
-    """The bytes of rows that ranks send to other hosts, of all ranks together."""
-    topology = comm.find_topology()
-    if topology is None:
-        return 0
-    host = dict(zip(comm.ranks, topology.host_of(np.array(comm.ranks)).tolist(), strict=True))
-    ranks = plan.mesh.ranks.flatten().tolist()
-    return row_bytes * sum(n for r in ranks for to, n in plan.sends(r).items() if host[to] != host[r])
-
-
-def _split_rows(rows: Tensor, sizes: dict[int, int]) -> dict[int, list[Tensor]]:
-    parts = torch.split_with_sizes(rows, list(sizes.values()))
-    return {rank: [part] for rank, part in zip(sizes, parts, strict=True) if len(part)}
-
-
-class _SwapRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, swap: RowSwap, rows: Tensor) -> Tensor:
-        ctx.swap = swap
-        return swap.run(rows.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, swap_rows(ctx.swap.reverse(), grads[0])
-
-
-def swap_rows(swap: RowSwap, rows: Tensor) -> Tensor:
-    """An uneven all-to-all of this rank's rows; differentiable, also twice.
-
-    >>> from shardwise.comm import run_local
-    >>> from shardwise.geometry import Mesh, MeshSpec, Shard
-    >>> layout = MeshSpec(Mesh.of(ep=2), [Shard(0)]).layout((2, 1))
-    >>> def body(comm):  # the two ranks exchange their only rows
-    ...     counts = {comm.rank: 0, 1 - comm.rank: 1}
-    ...     order = {rank: counts[rank] for rank in (0, 1)}
-    ...     return swap_rows(RowSwap(comm, order, order, layout, layout, 0, "swap"), torch.tensor([comm.rank])).tolist()
-    >>> run_local(body, 2)
-    [[1], [0]]
-    """
-    moved: Tensor = _SwapRows.apply(swap, rows)  # type: ignore[no-untyped-call]  # untyped in torch
-    return moved
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _ReturnRoute:
-    """How outputs go back over ranks: specs of rows and tokens, the order in which rows arrived, and the exchange."""
-
-    rows: MeshSpec
-    tokens: MeshSpec
-    token_axes: tuple[int, ...]
-    arrival: Tensor
-    swap: RowSwap
-
-    def placed_as(self, other: MeshSpec, spec: MeshSpec) -> MeshSpec:
-        """A spec with the placements of rows or of tokens along the axes that split these."""
-        pairs = enumerate(zip(spec.placements, other.placements, strict=True))
-        return MeshSpec(spec.mesh, [q if a in self.token_axes else p for a, (p, q) in pairs])
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class TokenRoute:
-    """Tokens at their experts: `rows` are sorted by expert, those of expert e end at `offsets[e]`.
-
-    A token has a row for each of its experts. `counts` says how many rows each expert has in the whole batch.
-
-    >>> route = route_tokens(torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]]), num_experts=2)
-    >>> route.rows.flatten().tolist(), route.counts
-    ([2.0, 1.0], (1, 1))
-    """
-
-    rows: Tensor
-    offsets: Tensor
-    counts: tuple[int, ...]
-    _choices: Tensor
-    _shape: tuple[int, int]
-    _back: _ReturnRoute | None
-
-    def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
-        """The experts' outputs for `rows`, back at the tokens: for each token the weighed sum over its experts.
-
-        `weights` has a number for each token and choice, as the expert ids have. Choices that an expert had no room for
-        count as zeros.
-        """
-        if outputs.shape[0] != self.rows.shape[0] or tuple(weights.shape) != self._shape:
-            raise ValueError(
-                f"combine takes {self.rows.shape[0]} rows and weights of shape {self._shape}, got "
-                f"{outputs.shape[0]} rows and {tuple(weights.shape)}"
-            )
-        chosen = self._spread(outputs, self._shape[0]) if self._back is None else self._bring_back(outputs, self._back)
-        weighed: Tensor = (chosen * weights.unsqueeze(-1)).sum(1)
-        return weighed
-
-    def _spread(self, rows: Tensor, tokens: int) -> Tensor:
-        """A line for each choice of each token; zeros for those that were left out."""
-        lines = rows.new_zeros(tokens * self._shape[1], *rows.shape[1:]).index_copy(0, self._choices, rows)
-        return lines.view(tokens, self._shape[1], *rows.shape[1:])
-
-    def _bring_back(self, outputs: Tensor, back: _ReturnRoute) -> Tensor:
-        spec = mesh_view(outputs.sharding) if isinstance(outputs, ShardedTensor) else None
-        if spec is None or not isinstance(outputs, ShardedTensor):
-            raise TypeError(
-                "combine got a plain tensor for tokens that are sharded; pass what was computed from `rows`"
-            )
-        layout = back.placed_as(back.rows, spec).layout(tuple(outputs.shape))
-        local = redistribute_to(outputs, layout, "combine").local_parts[0].index_select(0, back.arrival)
-        kept = [p.along(p.dim + 1) if isinstance(p, Shard) and p.dim else p for p in spec.placements]
-        tokens = back.placed_as(back.tokens, MeshSpec(spec.mesh, kept)).layout((*self._shape, *outputs.shape[1:]))
-        returned = swap_rows(back.swap.reverse(), local)
-        return wrap(tokens, (self._spread(returned, tokens.local_shapes(outputs.comm.rank)[0][0]),), outputs.comm)
-
-
-def route_tokens(
-    x: Tensor, expert_ids: Tensor, num_experts: int, *, axis: str | None = "ep", capacity: int | None = None
-) -> TokenRoute:
-    """Bring each token to the ranks of its experts; called on every rank.
-
-    `x` has a row for each token, `expert_ids` the numbers of its experts, a column for each choice. Experts are split
-    along `axis` as `torch.chunk` splits them; where the mesh has no such axis every rank has all of them. An expert
-    takes the first `capacity` tokens of the whole batch, or all. Plain tensors are routed too, without communication,
-    so that a model is written once.
-
-    >>> route = route_tokens(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1], [0], [1]]), num_experts=2)
-    >>> route.rows.flatten().tolist(), route.offsets.tolist()
-    ([2.0, 1.0, 3.0], [1, 3])
-    >>> route.combine(route.rows * 10, torch.ones(3, 1)).flatten().tolist()
-    [10.0, 20.0, 30.0]
-    """
-    for name, given in (("tokens", x), ("expert ids", expert_ids)):
-        if not isinstance(given, Tensor):
-            raise TypeError(
-                f"route_tokens takes {name} as a tensor, got {type(given).__name__}: pass torch.as_tensor(...)"
-            )
-    if x.ndim != 2 or expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"route_tokens takes tokens of shape (tokens, width) and expert ids of shape (tokens, choices), got "
-            f"{tuple(x.shape)} and {tuple(expert_ids.shape)}"
-        )
-    if num_experts < 1 or (capacity is not None and capacity < 1):
-        raise ValueError(f"num_experts={num_experts} and capacity={capacity}: pass positive numbers, or capacity=None")
-    if isinstance(x, ShardedTensor):
-        return _route_over_ranks(x, expert_ids, num_experts, axis, capacity)
-    counts, problem = _count_experts(expert_ids, num_experts)
-    if problem:
-        raise IndexError(problem)
-    kept = limit_counts(counts[None], capacity)[0]
-    choices = _sort_choices(expert_ids, counts, kept)
-    offsets = torch.tensor(list(accumulate(kept.tolist())), dtype=torch.int32, device=x.device)
-    shape = (x.shape[0], expert_ids.shape[1])
-    return TokenRoute(x[choices // shape[1]], offsets, tuple(kept.tolist()), choices, shape, None)
-
-
-def _count_experts(ids: Tensor, num_experts: int) -> tuple[IntArray, str]:
-    """The choices of each expert, and what is wrong with the ids."""
-    flat = ids.detach().reshape(-1)
-    low, high = (int(flat.min()), int(flat.max())) if flat.numel() else (0, 0)
-    if low < 0 or high >= num_experts:
-        wrong = low if low < 0 else high
-        return np.zeros(num_experts, np.int64), f"expert id {wrong} is out of range for {num_experts} experts"
-    return torch.bincount(flat, minlength=num_experts).cpu().numpy().astype(np.int64), ""
-
-
-def _sort_choices(ids: Tensor, counts: IntArray, kept: IntArray) -> Tensor:
-    """The numbers of choices in order of experts, without those that experts do not take."""
-    order = ids.detach().reshape(-1).argsort(stable=True)
-    if (kept == counts).all():
-        return order
-    return order[torch.from_numpy(first_choices(counts, kept)).to(order.device)]
-
-
-def _route_over_ranks(
-    x: ShardedTensor, expert_ids: Tensor, num_experts: int, axis: str | None, capacity: int | None
-) -> TokenRoute:
-    spec, comm = _checked_spec(x, expert_ids), x.comm
-    expert_axis = spec.mesh.axes.index(axis) if axis in spec.mesh.axes else None
-    tokens = _token_spec(spec, expert_axis)
-    token_axes = tuple(a for a, p in enumerate(tokens.placements) if isinstance(p, Shard))
-    x = redistribute_to(x, tokens.layout(tuple(x.shape)), "route_tokens")
-    assert isinstance(expert_ids, ShardedTensor)
-    ids = redistribute_to(expert_ids, tokens.layout(tuple(expert_ids.shape)), "route_tokens").local_parts[0]
-    check_may_communicate("route_tokens", x.sharding, x.sharding)
-    counts = _gather_counts(ids, num_experts, tokens, token_axes, comm)
-    plan = RoutePlan(spec.mesh, token_axes, expert_axis, limit_counts(counts, capacity))
-    part = plan.part_of(comm.rank)
-    choices = _sort_choices(ids, counts[part], plan.counts[part])
-    return _send_tokens(x, plan, tokens, choices, expert_ids.shape[1])
-
-
-def _send_tokens(x: ShardedTensor, plan: RoutePlan, tokens: MeshSpec, choices: Tensor, top_k: int) -> TokenRoute:
-    rank, rows = x.comm.rank, plan.place_rows(tokens)
-    layout = rows.layout((sum(plan.totals), *x.shape[1:]))
-    copies = plan.mesh.size // len(plan.counts)
-    moved = plan.moved_rows * copies * x.dtype.itemsize * x.shape[1]
-    far = partial(_count_far_bytes, plan, x.comm, x.dtype.itemsize * x.shape[1])
-    swap = RowSwap(x.comm, plan.sends(rank), plan.receives(rank), x.sharding, layout, moved, "route_tokens", far)
-    arrived = swap_rows(swap, x.local_parts[0].index_select(0, choices // top_k))
-    order = plan.arrival_order(rank)
-    by_expert, arrival = (torch.from_numpy(a).to(arrived.device) for a in (order, np.argsort(order)))
-    offsets = torch.tensor(list(accumulate(plan.totals)), dtype=torch.int32, device=arrived.device)
-    return TokenRoute(
-        wrap(layout, (arrived.index_select(0, by_expert),), x.comm),
-        replicate(offsets, x),
-        plan.totals,
-        choices,
-        (x.shape[0], top_k),
-        _ReturnRoute(rows, tokens, plan.token_axes, arrival, swap),
-    )
-
-
-def _checked_spec(x: ShardedTensor, expert_ids: Tensor) -> MeshSpec:
-    spec = mesh_view(x.sharding)
-    if spec is None or spec.mesh.size != x.comm.world_size:
-        raise LayoutError("route_tokens takes tokens that are laid out on a mesh of all ranks of their comm")
-    if not isinstance(expert_ids, ShardedTensor):
-        raise TypeError(
-            "route_tokens got plain expert ids for tokens that are sharded; if every rank has the same ones pass "
-            "shardwise.replicate(expert_ids, x)"
-        )
-    return spec
-
-
-def _token_spec(spec: MeshSpec, expert_axis: int | None) -> MeshSpec:
-    """Where tokens are sent from: split in runs along the axis of experts, and wherever they are split already."""
-    placements: list[Placement] = []
-    for axis, now in enumerate(spec.placements):
-        if isinstance(now, Shard) and now.dim == 0:
-            placements.append(now if now.is_in_runs and spec.splits_in_mesh_order else Shard(0))
-        else:
-            placements.append(Shard(0) if axis == expert_axis else Replicate())
-    return MeshSpec(spec.mesh, placements)
-
-
-def _gather_counts(
-    ids: Tensor, num_experts: int, tokens: MeshSpec, token_axes: tuple[int, ...], comm: Comm
-) -> IntArray:
-    """The choices of each expert by part of the batch; a wrong id on one rank raises on all."""
-    counts, problem = _count_experts(ids, num_experts)
-    by_rank = gather_raw(comm, counts.tobytes() + problem.encode(), label="route_tokens: counts")
-    width = counts.nbytes
-    wrong = [f"rank {rank}: {data[width:].decode()}" for rank, data in by_rank.items() if len(data) > width]
-    if wrong:
-        raise DisagreementError(f"route_tokens: {'; '.join(wrong)}; every rank passes ids from 0 to {num_experts - 1}")
-    if any(len(data) != width for data in by_rank.values()):
-        numbers = sorted({len(data) // 8 for data in by_rank.values()})
-        raise DisagreementError(f"route_tokens: ranks pass num_experts {numbers}; pass the same number on every rank")
-    index = tuple(slice(None) if a in token_axes else 0 for a in range(tokens.mesh.ndim))
-    firsts = np.asarray(tokens.mesh.ranks[index]).reshape(-1).tolist()
-    return np.stack([np.frombuffer(by_rank[int(rank)], np.int64) for rank in firsts])
+from shardwise.transfer.transfer import format_bytes
 
 
 class GroupedExperts(nn.Module):
@@ -491,11 +89,22 @@ class GroupedExperts(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        tokens = x.reshape(-1, x.shape[-1])
-        route = route_tokens(tokens, expert_ids, self.num_experts, axis=self.axis, capacity=self._capacity(expert_ids))
-        gate, up = self._multiply(route.rows, self.gate_up, route.offsets).chunk(2, dim=-1)
-        outputs = self._multiply(self.activation(gate) * up, self.down, route.offsets)
+        tokens, capacity = x.reshape(-1, x.shape[-1]), self._capacity(expert_ids)
+        placed, gate_up, down, sizes, count = self._placement(), self.gate_up, self.down, None, self.num_experts
+        if placed is not None and isinstance(expert_ids, ShardedTensor):
+            expert_ids, sizes, count = placed.renumber(expert_ids), placed.sizes, sum(placed.sizes)
+            gate_up, down = placed.take("gate_up", gate_up), placed.take("down", down)  # type: ignore[assignment]  # no leaves
+        route = route_tokens(tokens, expert_ids, count, axis=self.axis, capacity=capacity, sizes=sizes)
+        gate, up = self._multiply(route.rows, gate_up, route.offsets).chunk(2, dim=-1)
+        outputs = self._multiply(self.activation(gate) * up, down, route.offsets)
         return route.combine(outputs, weights).reshape(x.shape)
+
+    def _placement(self) -> ExpertPlacement | None:
+        """Where the experts are, if not in equal runs."""
+        stored: ExpertPlacement | None = self.__dict__.get(PLACEMENT)
+        if stored is None and isinstance(self.gate_up, ShardedTensor) and self.axis is not None:
+            stored = read_placement(self.gate_up.sharding, self.axis)
+        return stored if stored is not None and not stored.is_plain else None
 
     def _multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         product: Tensor = aten._grouped_mm.default(rows, weight.transpose(-2, -1), offsets)
@@ -509,3 +118,381 @@ class GroupedExperts(nn.Module):
     def extra_repr(self) -> str:
         experts, width, hidden = self.down.shape
         return f"num_experts={experts}, width={width}, hidden={hidden}, axis={self.axis!r}"
+
+
+PLACEMENT = "_expert_placement"  # of a module: where its experts are, where layouts do not say it
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """Which places along an axis have each expert; experts are numbered anew by the places that have them.
+
+    >>> from shardwise.geometry import Mesh
+    >>> placed = ExpertPlacement(Mesh.of(ep=2), "ep", ((1,), (0, 1), (0,)))
+    >>> placed.sizes, placed.slots
+    ((2, 2), ((1, 0), (2, 0), (0, 1), (1, 1)))
+    """
+
+    mesh: Mesh
+    axis: str
+    holders: tuple[tuple[int, ...], ...]
+    cuts: tuple[tuple[str, tuple[Placement, ...]], ...] = ()  # of stacks by name, on the mesh
+
+    @cached_property
+    def slots(self) -> tuple[tuple[int, int], ...]:
+        """Expert and place of each number."""
+        pairs = [(expert, place) for expert, places in enumerate(self.holders) for place in places]
+        return tuple(sorted(pairs, key=lambda pair: (pair[1], pair[0])))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many experts each place has."""
+        counts = Counter(place for _, place in self.slots)
+        return tuple(counts[place] for place in range(self.mesh.axis_size(self.axis)))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the experts are in the runs of `torch.chunk`."""
+        runs = tuple((place,) for place, n in enumerate(self._chunks) for _ in range(n))
+        return self.holders == runs
+
+    @property
+    def _chunks(self) -> tuple[int, ...]:
+        return chunk_sizes(len(self.holders), self.mesh.axis_size(self.axis))
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether an expert is on several places."""
+        return any(len(places) > 1 for places in self.holders)
+
+    def layout(self, now: Layout) -> Layout:
+        """The layout of a stack of experts that is cut along the axis by dim 0, with the experts as they are here."""
+        spec = now.spec
+        assert isinstance(spec, MeshSpec)
+        placements, at = list(spec.placements), spec.mesh.axes.index(self.axis)
+        if not self.has_copies:
+            owners = RowOwners([places[0] for places in self.holders])
+            placements[at] = Shard(0) if self.is_plain else Shard(0, owners=owners)
+            return MeshSpec(spec.mesh, placements, spec.order).layout(now.shape)
+        pieces = []
+        for rank in spec.mesh.ranks.reshape(-1).tolist():
+            own, boxes = self.experts_at(spec.mesh.coordinates(rank)[self.axis]), boxes_of_expert(now, rank)
+            pieces += [Piece(Box((e, *b.offsets[1:]), (1, *b.sizes[1:])), rank) for e in own for b in boxes]
+        return EnumerableSpec(pieces, replicated=True).layout(now.shape)
+
+    def experts_at(self, place: int) -> list[int]:
+        """The experts that a place has, in order."""
+        return [expert for expert, at in self.slots if at == place]
+
+    def renumber(self, ids: ShardedTensor) -> ShardedTensor:
+        """The numbers in `slots` of experts, the copies of an expert in turn."""
+        numbers: list[list[int]] = [[] for _ in self.holders]
+        for number, (expert, _) in enumerate(self.slots):
+            numbers[expert].append(number)
+        most = max(map(len, numbers))
+        local = ids.local_parts[0]
+        table = torch.tensor([[own[i % len(own)] for i in range(most)] for own in numbers], device=local.device)
+        counts = torch.tensor([len(own) for own in numbers], device=local.device)
+        known = local.clamp(0, len(numbers) - 1)
+        turn = torch.arange(local.numel(), device=local.device).view(local.shape) % counts[known]
+        found = torch.where(known == local, table[known, turn], local + most * len(numbers) * (local >= 0))
+        return wrap(ids.sharding, (found,), ids.comm)
+
+    def take(self, name: str, parameter: Tensor) -> ShardedTensor:
+        """The stack of experts by their numbers in `slots`; nothing is sent. Gradients of copies are added up."""
+        assert isinstance(parameter, ShardedTensor)
+        spec = parameter.sharding.spec
+        placements = list(spec.placements if isinstance(spec, MeshSpec) else dict(self.cuts)[name])
+        placements[self.mesh.axes.index(self.axis)] = Shard(0, sizes=self.sizes)
+        layout = MeshSpec(self.mesh, placements).layout((len(self.slots), *parameter.shape[1:]))
+        if not self.has_copies:
+            return wrap(layout, parameter.local_parts, parameter.comm)
+        boxes = boxes_of_expert(_layout_on_mesh(self, name, parameter), parameter.comm.rank)
+        dim = next((d for d in range(1, parameter.ndim) if len({box.offsets[d] for box in boxes}) > 1), 1)
+        cut = dim, [box.sizes[dim] for box in boxes]
+        local: Tensor = _StackCopies.apply(self, layout, parameter.comm, cut, *parameter.local_parts)  # type: ignore[no-untyped-call]  # untyped in torch
+        return wrap(layout, (local,), parameter.comm)
+
+    def add_up(self, gradient: Tensor, comm: Comm, layout: Layout) -> list[Tensor]:
+        """The gradients of this rank's experts, those of copies added up in the order of places."""
+        here = self.mesh.coordinates(comm.rank)[self.axis]
+        own = self.experts_at(here)
+        group = next(g for g in self.mesh.groups(self.axis) if comm.rank in g)
+        shared = {p: [e for e in own if p in self.holders[e]] for p in range(len(group)) if p != here}
+        counts = {rank: len(shared.get(place, ())) for place, rank in enumerate(group)}
+        sent = [own.index(expert) for experts in shared.values() for expert in experts]
+        row_bytes = gradient[:1].numel() * gradient.dtype.itemsize
+        moved = row_bytes * sum(len(p) * (len(p) - 1) for p in self.holders) * (self.mesh.size // len(group))
+        swap = RowSwap(comm, counts, dict(counts), layout, layout, moved, "gradients of copied experts")
+        rows = gradient.new_empty((0, *gradient.shape[1:])) if not sent else gradient[sent]
+        received = iter(swap.run(rows))
+        found = {(expert, place): next(received) for place, experts in shared.items() for expert in experts}
+        found |= {(expert, here): gradient[number] for number, expert in enumerate(own)}
+        return [sum_in_order([found[expert, place] for place in self.holders[expert]])[None] for expert in own]
+
+
+def sum_in_order(addends: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors, the same bits wherever it is computed."""
+    total = addends[0]
+    for addend in addends[1:]:
+        total = total + addend
+    return total
+
+
+class _StackCopies(torch.autograd.Function):
+    """The local experts of a rank as one stack; `cut` has the dim and the lengths of the parts of each expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, placed: ExpertPlacement, layout: Layout, comm: Comm, cut: tuple[int, list[int]], *parts: Tensor
+    ) -> Tensor:
+        ctx.placed, ctx.layout, ctx.comm, ctx.cut = placed, layout, comm, cut
+        each = len(cut[1])
+        return torch.cat([torch.cat(parts[i : i + each], cut[0]) for i in range(0, len(parts), each)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        dim, lengths = ctx.cut
+        summed = ctx.placed.add_up(gradient, ctx.comm, ctx.layout)
+        return (None, None, None, None, *(part for each in summed for part in each.split(lengths, dim)))
+
+
+def boxes_of_expert(stack: Layout, rank: int) -> list[Box]:
+    """What a rank has of its first expert, of a stack in runs on a mesh: several boxes if other axes cut groups.
+
+    >>> from shardwise.geometry import Mesh
+    >>> columns = Shard(1, groups=(4, 4))
+    >>> [box.offsets for box in boxes_of_expert(MeshSpec(Mesh.of(ep=1, tp=2), (Shard(0), columns)).layout((2, 8)), 1)]
+    [(0, 2), (0, 6)]
+    """
+    boxes = [piece.box for piece in stack.pieces_of(rank)]
+    return [box for box in boxes if box.offsets[0] == boxes[0].offsets[0]]
+
+
+def read_placement(layout: Layout, axis: str) -> ExpertPlacement | None:
+    """Which places along an axis have each row of a stack of experts that is cut along it by dim 0; None if it is not.
+
+    >>> from shardwise.geometry import Mesh
+    >>> read_placement(MeshSpec(Mesh.of(ep=2), (Shard(0),)).layout((3, 2)), "ep").holders
+    ((0,), (0,), (1,))
+    """
+    spec = layout.spec
+    if not isinstance(spec, MeshSpec) or axis not in spec.mesh.axes:
+        return None
+    placement = spec.placements[spec.mesh.axes.index(axis)]
+    if not placement.is_shard(0):
+        return None
+    whole = tuple(p if a == axis else Replicate() for a, p in zip(spec.mesh.axes, spec.placements, strict=True))
+    return _read_holders(MeshSpec(spec.mesh, whole).layout(layout.shape[:1]), spec.mesh, axis)
+
+
+@cache_by_identity
+def _read_holders(rows: Layout, mesh: Mesh, axis: str) -> ExpertPlacement:
+    holders: list[set[int]] = [set() for _ in range(rows.shape[0])]
+    for piece in rows.pieces:
+        place = mesh.coordinates(piece.rank)[axis]
+        for expert in range(piece.box.offsets[0], piece.box.offsets[0] + piece.box.sizes[0]):
+            holders[expert].add(place)
+    return ExpertPlacement(mesh, axis, tuple(tuple(sorted(places)) for places in holders))
+
+
+@dataclass(frozen=True)
+class ExpertBalance:
+    """What `rebalance_experts` did: the load of the fullest rank over the mean before and after, and what moved.
+
+    >>> print(ExpertBalance({"layers.0.experts": (2.5, 1.0)}, 4096))
+    layers.0.experts  load of the fullest rank / mean: 2.50 -> 1.00
+    4.1 kB moved
+    """
+
+    ratios: Mapping[str, tuple[float, float]]
+    moved_bytes: int
+
+    def __str__(self) -> str:
+        width = max((len(name or "the model") for name in self.ratios), default=0)
+        lines = [
+            f"{name or 'the model':<{width}}  load of the fullest rank / mean: {a:.2f} -> {b:.2f}"
+            for name, (a, b) in self.ratios.items()
+        ]
+        return "\n".join([*lines, f"{format_bytes(self.moved_bytes)} moved"])
+
+
+def deal_experts(load: Sequence[float], now: ExpertPlacement, copies: int = 0) -> ExpertPlacement:
+    """A placement of experts by their load: each place has about as many, and as few as possible change places.
+
+    `copies`: how many experts are on one place more; the load of an expert is shared by those that have it.
+
+    >>> from shardwise.geometry import Mesh
+    >>> now = ExpertPlacement(Mesh.of(ep=2), "ep", ((0,), (0,), (1,), (1,)))
+    >>> deal_experts([9, 8, 1, 2], now).holders, deal_experts([9, 1, 1, 1], now, copies=2).holders
+    (((0,), (1,), (0,), (1,)), ((0, 1), (0, 1), (0,), (1,)))
+    """
+    places = now.mesh.axis_size(now.axis)
+    numbers = [1] * len(load)
+    for _ in range(copies):
+        hot = max((e for e in range(len(load)) if numbers[e] < places), key=lambda e: (load[e] / numbers[e], -e))
+        numbers[hot] += 1
+    room, bins = -(-sum(numbers) // places), [set[int]() for _ in range(places)]
+    sums = [0.0] * places
+    for expert in sorted(range(len(load)), key=lambda e: (-load[e] / numbers[e], e)):
+        for _ in range(numbers[expert]):
+            free = [b for b in range(places) if expert not in bins[b]]
+            chosen = min(free, key=lambda b: (len(bins[b]) >= room, sums[b], b))
+            bins[chosen].add(expert)
+            sums[chosen] += load[expert] / numbers[expert]
+    held = [{e for e, p in enumerate(now.holders) if place in p} for place in range(places)]
+    matched = match_bins([[len(held[place] & each) for place in range(places)] for each in bins])
+    holders = tuple(
+        tuple(sorted(matched[b] for b in range(places) if expert in bins[b])) for expert in range(len(load))
+    )
+    found = replace(now, holders=holders)
+    same = list(map(len, holders)) == list(map(len, now.holders)) and max(now.sizes) <= room
+    return now if same and max(load_of_places(load, now)) <= max(load_of_places(load, found)) else found
+
+
+def load_of_places(load: Sequence[float], placed: ExpertPlacement) -> list[float]:
+    """The load of each place, that of copies shared.
+
+    >>> from shardwise.geometry import Mesh
+    >>> load_of_places([4, 2], ExpertPlacement(Mesh.of(ep=2), "ep", ((0, 1), (1,))))
+    [2.0, 4.0]
+    """
+    sums = [0.0] * placed.mesh.axis_size(placed.axis)
+    for expert, place in placed.slots:
+        sums[place] += load[expert] / len(placed.holders[expert])
+    return sums
+
+
+def match_bins(gains: Sequence[Sequence[int]]) -> list[int]:
+    """A column for each row, each once, with the largest sum of gains (the Hungarian method).
+
+    >>> match_bins([[3, 2], [2, 0]])
+    [1, 0]
+    """
+    count = len(gains)
+    of_row, of_column = [0.0] * (count + 1), [0.0] * (count + 1)
+    row_at = [0] * (count + 1)
+    for row in range(1, count + 1):
+        row_at[0], column = row, 0
+        least, came, used = [math.inf] * (count + 1), [0] * (count + 1), [False] * (count + 1)
+        while row_at[column]:
+            used[column] = True
+            for other in (c for c in range(1, count + 1) if not used[c]):
+                cost = -gains[row_at[column] - 1][other - 1] - of_row[row_at[column]] - of_column[other]
+                if cost < least[other]:
+                    least[other], came[other] = cost, column
+            following = min((c for c in range(1, count + 1) if not used[c]), key=lambda c: (least[c], c))
+            step = least[following]
+            for other in range(count + 1):
+                if used[other]:
+                    of_row[row_at[other]] += step
+                    of_column[other] -= step
+                else:
+                    least[other] -= step
+            column = following
+        while column:
+            row_at[column], column = row_at[came[column]], came[column]
+    return [column for _, column in sorted((row_at[c], c - 1) for c in range(1, count + 1))]
+
+
+def rebalance_experts(model: nn.Module, load: Any, *, copies: int = 0, axis: str = "ep") -> ExpertBalance:
+    """Move the experts of a sharded model so that all ranks along an axis have about the same load; on every rank.
+
+    `load`: a number for each expert, such as the tokens that it had since the last time (`TokenRoute.counts`), the same
+    on every rank; or a mapping from patterns of modules to them. Every module with stacks of so many experts, cut along
+    `axis` by dim 0, is balanced. Results stay what they were; gradients and the state of optimizers move along.
+    `copies`: so many hot experts more are on several ranks (`GroupedExperts` only); the next call may take them away.
+
+    >>> from shardwise import Mesh, ModelPlan, run_local, shard_module
+    >>> def body(comm):
+    ...     plan = ModelPlan(Mesh.of(ep=2), {"*": "S(0)"}, input_plan="ep: S(0)")
+    ...     experts = shard_module(GroupedExperts(4, width=8, hidden=16), plan)
+    ...     return rebalance_experts(experts, load=[9, 8, 1, 2])
+    >>> print(run_local(body, 2)[0])
+    the model  load of the fullest rank / mean: 1.70 -> 1.00
+    3.1 kB moved
+    """
+    stacks = _find_stacks(model, axis)
+    loads = _read_loads(load, stacks)
+    wanted, ratios = dict[str, ExpertPlacement](), dict[str, tuple[float, float]]()
+    for path, numbers in loads.items():
+        now, part = stacks[path][0], model.get_submodule(path)
+        if copies and not (isinstance(part, GroupedExperts) and part.capacity_factor is None):
+            raise PlanError(
+                f"rebalance_experts: copies of experts need GroupedExperts without a capacity_factor, and {path!r} is "
+                f"{type(part).__name__}; without copies= experts of any module move"
+            )
+        if copies > len(numbers) * (now.mesh.axis_size(axis) - 1):
+            raise PlanError(f"rebalance_experts: {copies} copies of {len(numbers)} experts on {now.mesh}")
+        wanted[path] = deal_experts(numbers, now, copies)
+        mean = sum(numbers) / now.mesh.axis_size(axis)
+        before, after = (max(load_of_places(numbers, p)) / mean if mean else 1.0 for p in (now, wanted[path]))
+        ratios[path] = before, after
+    comm = next(p.comm for path in loads for p in stacks[path][1].values())
+    agree(comm, {path: str(p.holders) for path, p in wanted.items()}, label="rebalance_experts", what="loads")
+    jobs = [(path, name, p) for path in wanted for name, p in stacks[path][1].items()]
+    layouts = [wanted[path].layout(_layout_on_mesh(stacks[path][0], name, p)) for path, name, p in jobs]
+    changed = [i for i, (_, _, p) in enumerate(jobs) if p.sharding != layouts[i]]
+    with explain() as log:
+        made = move_parameters([jobs[i][2] for i in changed], [layouts[i] for i in changed]) if changed else []
+    for path, placed in wanted.items():
+        cuts = tuple((name, _placements_of(stacks[path][0], name, p)) for name, p in stacks[path][1].items())
+        model.get_submodule(path).__dict__[PLACEMENT] = replace(placed, cuts=cuts)
+    for i, parameter in zip(changed, made, strict=True):
+        path, name, old = jobs[i]
+        copy_mark(old, parameter)
+        model.get_submodule(path).register_parameter(name, parameter)
+    return ExpertBalance(ratios, sum(entry.moved_bytes for entry in log.entries))
+
+
+Stacks: TypeAlias = dict[str, tuple[ExpertPlacement, dict[str, ShardedTensor]]]
+
+
+def _find_stacks(model: nn.Module, axis: str) -> Stacks:
+    """The modules with stacks of experts, where the experts are now, and the stacks by name."""
+    found: Stacks = {}
+    for path, part in model.named_modules():
+        stored: ExpertPlacement | None = part.__dict__.get(PLACEMENT)
+        for name, parameter in part.named_parameters(recurse=False):
+            if not isinstance(parameter, ShardedTensor) or parameter.ndim < 2:
+                continue
+            known = stored if stored is not None and name in dict(stored.cuts) else None
+            placed = known or read_placement(parameter.sharding, axis)
+            if placed is not None and (path not in found or found[path][0].holders == placed.holders):
+                found.setdefault(path, (placed, {}))[1][name] = parameter
+    return found
+
+
+def _read_loads(load: Any, stacks: Stacks) -> dict[str, list[float]]:
+    """The load of the experts of each module."""
+    by_path: Mapping[str, Any] = load if isinstance(load, Mapping) else {}
+    names = match_patterns(by_path, list(stacks), "module with experts")
+    found = {}
+    for path, (placed, _) in stacks.items():
+        if path in names or not by_path:
+            numbers = torch.as_tensor(by_path[names[path]] if by_path else load).detach().double().tolist()
+            if len(numbers) == len(placed.holders):
+                found[path] = numbers
+            elif by_path:
+                raise PlanError(f"rebalance_experts: {path} has {len(placed.holders)} experts, and load {len(numbers)}")
+    if not found:
+        raise PlanError(
+            "rebalance_experts: no module has stacks of so many experts that are cut along the axis by dim 0; stacks: "
+            + (", ".join(f"{path or 'the model'} of {len(p.holders)}" for path, (p, _) in stacks.items()) or "none")
+        )
+    if any(not math.isfinite(n) or n < 0 for numbers in found.values() for n in numbers):
+        raise PlanError("rebalance_experts: loads are numbers from 0")
+    return found
+
+
+def _placements_of(placed: ExpertPlacement, name: str, parameter: ShardedTensor) -> tuple[Placement, ...]:
+    spec = parameter.sharding.spec
+    return spec.placements if isinstance(spec, MeshSpec) else dict(placed.cuts)[name]
+
+
+def _layout_on_mesh(placed: ExpertPlacement, name: str, parameter: ShardedTensor) -> Layout:
+    """The layout of a stack on the mesh with runs of experts, whatever boxes it is in."""
+    placements = list(_placements_of(placed, name, parameter))
+    placements[placed.mesh.axes.index(placed.axis)] = Shard(0)
+    return MeshSpec(placed.mesh, placements).layout(tuple(parameter.shape))

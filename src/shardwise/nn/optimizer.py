@@ -24,8 +24,8 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, TypeAlias
+from functools import partial, wraps
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise._torch import STATE_DICT, STATE_DICT_UTILS, pytree
 from shardwise._tree import map_nest
 from shardwise.comm import gather_values
-from shardwise.tensor.creation import shard
+from shardwise.geometry import Layout
+from shardwise.tensor.creation import redistribute_many, shard
 from shardwise.tensor.move import replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -102,6 +103,48 @@ def hold_sharded_parameters(pairs: Sequence[tuple[Tensor, ShardedTensor]]) -> No
             optimizer.state[sharded] = shard_state(optimizer.state.pop(whole), sharded)
 
 
+def move_parameters(parameters: Sequence[ShardedTensor], layouts: Sequence[Layout]) -> list[nn.Parameter]:
+    """The same parameters in other layouts, in one exchange with their gradients and the state of their optimizers.
+
+    Optimizers hold the new ones afterwards. Called on every rank.
+
+    >>> from shardwise import ChunkSpec, run_local, shard
+    >>> def body(comm):
+    ...     weight = nn.Parameter(shard(torch.ones(4), ChunkSpec(0, ranks=2)))
+    ...     optimizer = optim.SGD([weight], lr=1.0)
+    ...     (moved,) = move_parameters([weight], [ChunkSpec(0, ranks=(1, 0)).layout((4,))])
+    ...     return optimizer.param_groups[0]["params"][0] is moved
+    >>> run_local(body, 2)
+    [True, True]
+    """
+    jobs: list[tuple[ShardedTensor, Layout]] = [(p.detach(), to) for p, to in zip(parameters, layouts, strict=True)]
+    put: list[Callable[[ShardedTensor], object]] = []
+    optimizers = _find_optimizers()
+    inner = {id(o._optim) for o in optimizers if isinstance(o, ShardedOptimizer)}
+    for parameter, layout in zip(parameters, layouts, strict=True):
+        for optimizer in optimizers:
+            if id(optimizer) in inner:
+                continue
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer._gather_local_state(parameter)
+            state = (optimizer._optim if isinstance(optimizer, ShardedOptimizer) else optimizer).state
+            for key, value in state[parameter].items() if parameter in state else ():
+                if isinstance(value, ShardedTensor) and value.sharding == parameter.sharding:
+                    jobs.append((value, layout))
+                    put.append(partial(state[parameter].__setitem__, key))
+    graded = [i for i, p in enumerate(parameters) if isinstance(p.grad, ShardedTensor)]
+    jobs += [(cast(ShardedTensor, parameters[i].grad), layouts[i]) for i in graded]
+    with torch.no_grad():
+        moved = redistribute_many([tensor for tensor, _ in jobs], [to for _, to in jobs])
+    made = [nn.Parameter(t, requires_grad=p.requires_grad) for t, p in zip(moved, parameters, strict=False)]
+    for tensor, put_back in zip(moved[len(made) :], put, strict=False):
+        put_back(tensor)
+    for i, gradient in zip(graded, moved[len(made) + len(put) :], strict=True):
+        made[i].grad = gradient
+    hold_sharded_parameters([(old, cast(ShardedTensor, new)) for old, new in zip(parameters, made, strict=True)])
+    return made
+
+
 def _find_optimizers() -> list[Any]:
     """The optimizers of this process.
 
@@ -113,7 +156,7 @@ def _find_optimizers() -> list[Any]:
     while left:
         kind = left.pop()
         left += kind.__subclasses__()
-        if hasattr(getattr(kind, "step", None), "hooked"):
+        if hasattr(getattr(kind, "step", None), "hooked") or issubclass(kind, ShardedOptimizer):
             kinds.add(kind)
     referrers = gc.get_referrers(*kinds) if kinds else []
     return [o for o in referrers if type(o) in kinds and "param_groups" in vars(o)]
@@ -218,6 +261,16 @@ class ShardedOptimizer(optim.Optimizer):
         self.__dict__.update(vars(self._optim))
         groups = zip(self._optim.param_groups, self._groups, strict=True)
         self.param_groups = [GroupView(group, [self.named_params[n] for n in names]) for group, names in groups]
+
+    def _gather_local_state(self, parameter: ShardedTensor) -> None:
+        """Keep the state of a parameter as ShardedTensors under the parameter itself, until `_replace` cuts it."""
+        if not any(held is parameter for held in self.named_params.values()):
+            return
+        states = [self._optim.state.pop(local, {}) for local in parameter.local_parts]
+        alike = [k for k, v in (states[0] if states else {}).items() if isinstance(v, Tensor) and v.ndim]
+        gathered = {k: wrap(parameter.sharding, tuple(s[k] for s in states), parameter.comm) for k in alike}
+        if states and states[0]:
+            self._optim.state[parameter] = {**states[0], **gathered}
 
     def _replace(self, sharded_by_id: Mapping[int, ShardedTensor]) -> None:
         """Hold sharded parameters in place of whole ones, and the parts of their state."""
