@@ -471,7 +471,8 @@ def _read_loads(load: Any, stacks: Stacks) -> dict[str, list[float]]:
     found = {}
     for path, (placed, _) in stacks.items():
         if path in names or not by_path:
-            numbers = torch.as_tensor(by_path[names[path]] if by_path else load).detach().double().tolist()
+            given = by_path[names[path]] if by_path else load
+            numbers = [float(n) for n in (given.tolist() if isinstance(given, Tensor) else given)]
             if len(numbers) == len(placed.holders):
                 found[path] = numbers
             elif by_path:
