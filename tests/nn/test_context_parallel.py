@@ -66,6 +66,35 @@ def test_arguments_have_placements_by_their_names() -> None:
     assert run_local(body, 2) == [["(Shard(1),)", "(Shard(2),)"]] * 2
 
 
+@pytest.mark.parametrize("cut", ["cp: S(1)", "cp: S(1) zigzag"])
+@pytest.mark.parametrize("kind", ["ulysses", "ring", "gather"])
+def test_a_plan_says_how_attention_over_a_split_sequence_is_computed(kind: str, cut: str) -> None:
+    start, (ids, targets) = _make_model(), _batch(2, 12)
+    dense = copy.deepcopy(start)
+    loss = dense(ids, targets)
+    loss.backward()
+    plan = ModelPlan(Mesh.of(cp=2), {}, input_plan=cut, output_plan="plain", attention=kind)
+
+    def body(comm: Comm) -> tuple[tuple[Tensor, Any], str]:
+        with explain() as log:
+            found = _train(start, plan, comm, ids, targets)
+        return found, next(
+            e.name for e in log.entries if e.name.startswith("aten.scaled_dot_product") and "(" in e.name
+        )
+
+    for (found, gradients), name in run_local(body, 2):
+        assert name.endswith(f"({kind})")
+        assert_close(found, loss.detach())
+        assert_close(gradients, _whole_gradients(dense))
+
+
+def test_a_kind_of_attention_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(
+        PlanError, match="attention is 'ulysses', 'ring', 'gather' or None, in a plan with an input_plan"
+    ):
+        ModelPlan(Mesh.of(cp=2), {}, input_plan="cp: S(1)", attention="rings")
+
+
 def test_ranks_that_pass_other_wholes_are_refused_on_every_rank() -> None:
     def body(comm: Comm) -> None:
         model = shard_module(Seen(), ModelPlan(Mesh.of(cp=2), {}, input_plan="cp: S(1)"))

@@ -31,6 +31,7 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero bubble": ScheduleInterleavedZeroBubble,
 }
+FSDP = {"tp: S(0)": "fsdp: S(1)", "tp: S(1)": "fsdp: S(0)"}
 BY_HAND = {"embed": 0, "blocks.0": 0, "blocks.1.**": 1, "blocks.{2-2}": 2, "{blocks.3,norm,head}": 3}
 
 
@@ -61,8 +62,10 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def make_plan(mesh: Mesh, stages: Any, activations: str | None = None) -> ModelPlan:
-    parameters = PARAMETERS if "tp" in mesh.axes else {}
-    inputs = "dp: S(0)" if "dp" in mesh.axes else "replicated"
+    texts = {p: [tp] * ("tp" in mesh.axes) + [FSDP[tp]] * ("fsdp" in mesh.axes) for p, tp in PARAMETERS.items()}
+    parameters = {pattern: ", ".join(parts) for pattern, parts in texts.items() if parts}
+    cut = {"dp": "dp: S(0)", "fsdp": "fsdp: S(0)", "cp": "cp: S(1)"}
+    inputs = ", ".join(cut[axis] for axis in mesh.axes if axis in cut) or "replicated"
     return ModelPlan(mesh, parameters, input_plan=inputs, activations=activations, stages=stages)
 
 
@@ -117,6 +120,9 @@ def load_as_tp2(comm: Comm, path: Path) -> dict[str, Tensor]:
         ("zero bubble", {"pp": 2, "dp": 2, "tp": 2}, 4, None),
         ("gpipe", {"dp": 2, "pp": 4}, BY_HAND, None),
         ("interleaved", {"tp": 4, "pp": 2}, 4, None),
+        ("1f1b", {"pp": 2, "dp": 2, "fsdp": 2}, "balanced", None),
+        ("1f1b", {"fsdp": 2, "pp": 2, "tp": 2}, "balanced", "tp: S(1)"),
+        ("1f1b", {"pp": 2, "cp": 2, "tp": 2}, "balanced", "tp: S(1)"),
     ],
 )  # fmt: skip
 def test_schedules_train_as_the_dense_model_and_their_checkpoint_loads_into_another_layout(

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -56,6 +56,7 @@ from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Placement, R
 from shardwise.geometry.mesh import IntArray
 from shardwise.nn.plan import PLAIN, ModelPlan
 from shardwise.ops.implicit_replication import plain_as_replicated
+from shardwise.ops.propagation import prefer_strategies
 from shardwise.ops.unshard import pin_parameter
 from shardwise.ops.views import NoViewError, express_shard, mesh_spec, redistribute_to, view_on_mesh
 from shardwise.tensor.creation import shard
@@ -116,7 +117,7 @@ class InputScope:
     """A module whose forward runs: how its plain tensors are read, and how its batch is split over ranks."""
 
     module: nn.Module
-    reading: AbstractContextManager[None]
+    reading: ExitStack
     splits: BatchSplits
 
 
@@ -156,8 +157,10 @@ def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None
             placed = _place_tensors(leaves, plan.mesh, placements, comm, pads, named)
             taken = unflatten_nest(placed, structure)
         splits = find_batch_splits(placed, placements)
-        reading = plain_as_replicated()
-        reading.__enter__()
+        reading = ExitStack()
+        reading.enter_context(plain_as_replicated())
+        if plan.attention is not None:
+            reading.enter_context(prefer_strategies(plan.attention))
         _input_scopes.set((*_input_scopes.get(), InputScope(module, reading, splits)))
         return taken
 

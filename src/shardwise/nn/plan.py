@@ -232,6 +232,7 @@ def owners_of(module: nn.Module) -> dict[int, list[nn.Module]]:
 
 REPLICATED, PLAIN, BALANCED = "replicated", "plain", "balanced"
 STAGE_AXIS = "pp"
+ATTENTION = ("ulysses", "ring", "gather")
 OTHERS = "**"  # the inputs that an input_plan does not name
 
 
@@ -271,6 +272,7 @@ class ModelPlan:
     - `gather_dtype`: the dtype in which parameters are gathered and used, as torch.bfloat16; or patterns to dtypes.
       Their gradients are summed in float32, and optimizers see the parameters as they are.
 
+    - `attention`: how attention over a split sequence is computed: "ulysses", "ring" or "gather". None: as is cheapest.
     - `stages`: for pipelines, the stage of each parameter, along the axis `pp` of the mesh, which no placement names.
       A mapping of patterns of modules or parameters to numbers from 0, as in `{"embed": 0, "layers.{0-15}": 0, ...}`;
       "balanced": as many stages as the axis has ranks, with contiguous layers of about equal sizes; a number: so many,
@@ -297,6 +299,7 @@ class ModelPlan:
     pad_inputs: Mapping[str, float] | None = None
     activations: str | Mapping[str, Any] | None = None
     stages: str | int | Mapping[str, int] | None = None
+    attention: str | None = None
 
     def __post_init__(self) -> None:
         if is_device_mesh(self.mesh):
@@ -313,6 +316,11 @@ class ModelPlan:
         _check_bytes(self.prefetch_bytes)
         if self.stages is not None:
             _check_stages(self)
+        if self.attention not in (None, *ATTENTION) or (self.attention is not None and self.input_plan is None):
+            raise PlanError(
+                f"attention is {', '.join(map(repr, ATTENTION))} or None, in a plan with an input_plan; got "
+                f"{self.attention!r} and input_plan {self.input_plan!r}"
+            )
         if self.input_plan == "replicate":  # as in Replicate() and in other libraries
             object.__setattr__(self, "input_plan", REPLICATED)
         for name, number in (self.pad_inputs or {}).items():
@@ -514,7 +522,7 @@ class ModelPlan:
         """The plan as plain data, as files of plans have it."""
         data: dict[str, Any] = {"mesh": str(self.mesh)}
         data |= {
-            k: v for k in ("axis", "input_plan", "output_plan", "prefetch_bytes") if (v := getattr(self, k)) is not None
+            k: v for k in ("axis", "input_plan", "output_plan", "prefetch_bytes", "attention") if (v := getattr(self, k)) is not None
         }
         if self.reshard_after_forward is not None:
             given = self.reshard_after_forward
@@ -791,12 +799,12 @@ def _check_activations(plan: ModelPlan) -> None:
 def _check_inputs(placements: tuple[Placement, ...], text: str) -> None:
     """Raise unless a rank's plain input is the whole, a part of dim 0, or cut along another dim by the plan."""
     cut = [p for p in placements if isinstance(p, Shard)]
-    if any(p.dim < 0 or not p.is_plain for p in cut) or len(cut) < sum(
+    if any(p.dim < 0 or not (p.is_plain or (p.dim and p == Shard(p.dim, zigzag=True))) for p in cut) or len(cut) < sum(
         not isinstance(p, Replicate) for p in placements
     ):
         raise PlanError(
             f"input_plan {text!r}: plain inputs are 'replicated', or each rank's part of dim 0 along some axes, as in "
-            "'dp: S(0)', or cut along another dim, as in 'cp: S(1)'; the lengths of parts are those of each batch, so "
+            "'dp: S(0)', or cut along another dim, as in 'cp: S(1)', or 'cp: S(1) zigzag'; the lengths of parts are those of each batch, so "
             "pass no sizes, and count dims from the front"
         )
 

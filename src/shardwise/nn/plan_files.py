@@ -47,6 +47,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "pad_inputs": (dict,),
     "activations": (str, dict),
     "stages": (str, int, dict),
+    "attention": (str,),
     "parameters": (dict,),
     "shapes": (dict,),
 }

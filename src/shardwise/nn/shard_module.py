@@ -626,6 +626,7 @@ def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFie
         "pad_inputs": dict(plan.pad_inputs or {}),
         "activations": str(plan.activations),
         "stages": str(plan.stages),
+        "attention": plan.attention,
     }
 
 

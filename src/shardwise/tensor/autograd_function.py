@@ -368,6 +368,11 @@ _WRITES = (
 _TAKES_SHARDED, _WARNED = "_takes_sharded_tensors", "_warned_of_gathering"
 
 
+_NO_LOCAL_TENSOR = (
+    "DTensor.from_local got a ShardedTensor, which is no local tensor: use shardwise.compat.to_dtensor(t); torch's "
+    "context_parallel does this inside of attention: leave it out, since attention here takes rows that are split over "
+    "ranks, as by ModelPlan(mesh, ..., input_plan='cp: S(1)')"
+)
 _NOT_ADAPTED = ("torch", "functorch", "shardwise")  # they know what they are given
 
 
@@ -378,6 +383,8 @@ def _let_all_functions_take_sharded() -> None:
     @wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(a, ShardedTensor) for a in args) or cls.__module__.partition(".")[0] in _NOT_ADAPTED:
+            if cls.__name__ == "_FromTorchTensor" and isinstance(args[0], ShardedTensor):
+                raise TypeError(_NO_LOCAL_TENSOR)
             return original(cls, *args, **kwargs)
         return apply_to_sharded(cls, args, partial(original, cls))
 
