@@ -45,13 +45,13 @@ def make_plan(text: str) -> ModelPlan:
     return ModelPlan(mesh, parameters, input_plan=cut, output_plan="plain", activations=stream)
 
 
-def rows_of(mesh: Mesh, rank: int) -> slice:
+def rows_of(mesh: Mesh, rank: int, rows: int = ROWS) -> slice:
     """The rows of the batch that a rank passes."""
     number, parts = 0, 1
     for axis, place in mesh.coordinates(rank).items():
         if axis in ("dp", "fsdp"):
             number, parts = number * mesh.axis_size(axis) + place, parts * mesh.axis_size(axis)
-    return slice(number * ROWS // parts, (number + 1) * ROWS // parts)
+    return slice(number * rows // parts, (number + 1) * rows // parts)
 
 
 def train(model: nn.Module, rows: slice = slice(None), steps: int = STEPS) -> list[Tensor]:

@@ -24,7 +24,7 @@ from tests.nn.test_sequence_parallel import PARAMETERS, WIDTH, WORDS, Block, _ba
 from tests.world import world_fixture
 
 world = world_fixture(8)
-ROWS, LENGTH, STEPS, MICRO, CLIP = 4, 8, 2, 2, 0.1
+ROWS, LENGTH, STEPS, MICRO, CLIP = 8, 8, 2, 2, 0.1
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -73,7 +73,7 @@ def train_in_stages(kind: str, plan: ModelPlan, path: Path) -> tuple[list[float]
     """The losses of steps on ranks with the last stage, each the mean over micro-batches; the norms of gradients."""
     comm = default_comm()
     model = shard_module(make_llama(), plan)
-    ids, targets = (t[rows_of(plan.mesh, comm.rank)] for t in _batch(ROWS, LENGTH))
+    ids, targets = (t[rows_of(plan.mesh, comm.rank, ROWS)] for t in _batch(ROWS, LENGTH))
     pipeline = Pipeline(model, ids[: len(ids) // MICRO])
     stages = pipeline.stages if plan.stage_count > plan.mesh.axis_size("pp") else pipeline.stage
     schedule = SCHEDULES[kind](stages, n_microbatches=MICRO, loss_fn=pipeline.loss(loss_of))

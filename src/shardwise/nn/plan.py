@@ -521,9 +521,8 @@ class ModelPlan:
     def to_data(self) -> dict[str, Any]:
         """The plan as plain data, as files of plans have it."""
         data: dict[str, Any] = {"mesh": str(self.mesh)}
-        data |= {
-            k: v for k in ("axis", "input_plan", "output_plan", "prefetch_bytes", "attention") if (v := getattr(self, k)) is not None
-        }
+        plain = ("axis", "input_plan", "output_plan", "prefetch_bytes", "attention")
+        data |= {name: value for name in plain if (value := getattr(self, name)) is not None}
         if self.reshard_after_forward is not None:
             given = self.reshard_after_forward
             data["reshard_after_forward"] = given if isinstance(given, bool) else list(given)
@@ -804,8 +803,8 @@ def _check_inputs(placements: tuple[Placement, ...], text: str) -> None:
     ):
         raise PlanError(
             f"input_plan {text!r}: plain inputs are 'replicated', or each rank's part of dim 0 along some axes, as in "
-            "'dp: S(0)', or cut along another dim, as in 'cp: S(1)', or 'cp: S(1) zigzag'; the lengths of parts are those of each batch, so "
-            "pass no sizes, and count dims from the front"
+            "'dp: S(0)', or cut along another dim, as in 'cp: S(1)', or 'cp: S(1) zigzag'; the lengths of parts are those of each "
+            "batch, so pass no sizes, and count dims from the front"
         )
 
 
