@@ -803,8 +803,8 @@ def _check_inputs(placements: tuple[Placement, ...], text: str) -> None:
     ):
         raise PlanError(
             f"input_plan {text!r}: plain inputs are 'replicated', or each rank's part of dim 0 along some axes, as in "
-            "'dp: S(0)', or cut along another dim, as in 'cp: S(1)', or 'cp: S(1) zigzag'; the lengths of parts are those of each "
-            "batch, so pass no sizes, and count dims from the front"
+            "'dp: S(0)', or cut along another dim, as in 'cp: S(1)', or 'cp: S(1) zigzag'; the lengths of parts are "
+            "those of each batch, so pass no sizes, and count dims from the front"
         )
 
 
