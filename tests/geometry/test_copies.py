@@ -76,9 +76,11 @@ def test_two_axes_cut_one_dim_and_others_another() -> None:
         "on a=2,b=2: S(0) each 2, S(1) each 2",
         "on a=2,b=2: R, S(0) groups(4,6 each 2)",
         "on a=2,b=2: P(sum), S(0) groups(4,6 each 2)",
+        "on a=2,b=2: P(avg), S(0) groups(4,6 each 2)",
+        "on a=2,b=2: P(max), S(0) groups(4,6 each 2)",
     ):
         layout = parse_layout(f"f32[10,4] {text}").layout
-        values = global_values((10, 4))
+        values = 4 * global_values((10, 4))
         assert np.array_equal(assemble(layout, scatter(layout, values)), values)
         for other in ("R, R", "S(0), S(1)"):
             plain = MeshSpec(layout.spec.mesh, parse_placements(other)).layout((10, 4))  # type: ignore[attr-defined]

@@ -329,10 +329,10 @@ MOST_REGIONS = 1 << 12
 
 
 class _PlacedSpec(ShardingSpec):
-    """A table of pieces, with a sum pending."""
+    """A table of pieces, with a reduction pending."""
 
-    def __init__(self, table: PieceTable) -> None:
-        self.table = table
+    def __init__(self, table: PieceTable, pending: Reduction | None) -> None:
+        self.table, self.pending = table, pending
 
     def pieces(self, shape: Sequence[int]) -> Sequence[Piece]:
         return self.table.pieces()
@@ -341,7 +341,7 @@ class _PlacedSpec(ShardingSpec):
         return self.table
 
     def reduction(self) -> Reduction | None:
-        return Reduction("sum")
+        return self.pending
 
 
 def place_on_holders(src: Layout, dst: Layout) -> Layout:
@@ -380,7 +380,8 @@ def place_on_holders(src: Layout, dst: Layout) -> Layout:
             np.concatenate([turns, np.zeros(none, np.int64)]),
             whole.slots,
             whole.local_offsets + np.concatenate([starts - table.offsets[rows], np.zeros((none, dst.ndim), np.int64)]),
-        )
+        ),
+        dst.pending,
     ).layout(dst.shape)
 
 
