@@ -52,6 +52,7 @@ from shardwise.nn.heads import Projection, deal_heads, is_linear
 from shardwise.nn.plan import OTHERS, PLAIN, REPLICATED, ModelPlan, PlanError, match_patterns
 from shardwise.nn.stages import copy_on_meta
 
+_FUSED = re.compile(r"qkv|gate_up|query_key_value|up_gate")  # layers that are several in one
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
@@ -131,6 +132,7 @@ class LinearPairs:
     whole: set[str] = field(default_factory=set)
     heads: dict[str, set[int]] = field(default_factory=dict)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    widths: dict[str, int] = field(default_factory=dict)
 
     def usable_rows(self, ranks: int) -> dict[str, set[str]]:
         """The rows and their columns that can be split over this many ranks; one that cannot leaves the others whole.
@@ -278,6 +280,7 @@ class _OriginMode(TorchFunctionMode):
         first = tuple(made[0].shape)
         for name in origin:
             cut = len(first) == given.ndim and first[:-1] == given.shape[:-1] and first[-1] != given.shape[-1]
+            cut = cut and given.shape[-1] == self.found.widths.get(name)  # not halves of heads, which come later
             if cut and func in _SPLITS:
                 self.found.groups.setdefault(name, tuple(int(m.shape[-1]) for m in made))
             elif cut and func is Tensor.__getitem__:  # slices one after the other
@@ -307,6 +310,7 @@ def _follow_linear(name: str, found: LinearPairs) -> Callable[[nn.Module, Any, A
             found.rows.setdefault(name, set()).update(columns)
             output._shardwise_origin = STREAM
         else:
+            found.widths[name] = int(output.shape[-1])
             output._shardwise_origin = frozenset({name})
 
     return hook
@@ -417,7 +421,7 @@ def _in_order(by_axis: Mapping[str, str], mesh: Mesh) -> list[tuple[str, str]]:
 
 
 def _split_linear_layers(model: nn.Module, ranks: int, example: Mapping[str, Any] | None) -> dict[str, str]:
-    """What the model's own plan says; where that splits less than half, its structure says the rest."""
+    """What the model's own plan says; of fused layers, and where it splits less than half, the structure says more."""
     own = getattr(model, "_tp_plan", None)
     found, problem = _follow_tp_plan(model, own, ranks) if own else {}, ""
     if not found or _split_share(model, found) < 0.5:
@@ -429,6 +433,10 @@ def _split_linear_layers(model: nn.Module, ranks: int, example: Mapping[str, Any
             if not found:
                 raise
             problem = str(error)
+    elif any(_FUSED.search(name) for name in found):  # whose parts are seen where they are taken apart
+        with suppress(PlanError):
+            structure = _follow_structure(model, ranks, example)
+            found |= {n: text for n, text in structure.items() if text.partition(" ")[0] == found.get(n)}
     if not found:
         raise PlanError(
             f"{type(model).__name__}: no layers were found that can be split over {ranks} ranks of axis "
