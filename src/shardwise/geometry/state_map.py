@@ -94,13 +94,44 @@ class MapTerm:
         return f"{self.box} = {self.source}[{', '.join(parts)}]{turned}"
 
 
+SCALE_RULES = ("amax", "amax_pow2")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScale:
+    """How values become fp8: the tensor that gets a scale for each block, the block, and how a scale is chosen.
+
+    A scale is the largest absolute value of its block over the largest of the type, rounded up to a power of two with
+    "amax_pow2"; the values are the codes times the scale.
+    """
+
+    name: str
+    block: tuple[int, ...]
+    rule: str = "amax"
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the scales of a tensor.
+
+        >>> BlockScale("w_scale", (128, 128)).shape((300, 256))
+        (3, 2)
+        """
+        return tuple(-(-length // size) for length, size in zip(shape, self.block, strict=True))
+
+    def to_json(self) -> list[Any]:
+        return [self.name, list(self.block), self.rule]
+
+
 @dataclass(frozen=True)
 class MappedTensor:
-    """A destination tensor: shape, element type, and the terms that tile it."""
+    """A destination tensor: shape, element type, and the terms that tile it.
+
+    With `scale` the terms say which values are quantized; `dtype` is that of the codes.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     terms: tuple[MapTerm, ...]
+    scale: BlockScale | None = None
 
     @property
     def nbytes(self) -> int:
@@ -275,7 +306,8 @@ class StateMap:
     def _made(self, used: Iterable[str], made: Mapping[str, MappedTensor]) -> StateMap:
         gone = set(used)
         kept = {name: tensor for name, tensor in self.targets.items() if name not in gone}
-        clash = next((name for name in made if name in kept), None)
+        names = [*made, *(tensor.scale.name for tensor in made.values() if tensor.scale is not None)]
+        clash = next((name for name in names if name in kept or name in self.scales), None)
         if clash is not None:
             raise LayoutError(f"two tensors would be called {clash}; rename one of them")
         return replace(self, targets={**kept, **made})
@@ -283,6 +315,8 @@ class StateMap:
     def _target(self, name: str) -> MappedTensor:
         if name not in self.targets:
             raise LayoutError(f"there is no tensor {name!r}; there are {_shorten(self.targets)}")
+        if self.targets[name].scale is not None:
+            raise LayoutError(f"{name} is quantized, which is the last step of a map; do this before")
         return self.targets[name]
 
     def _target_dim(self, name: str, dim: int, extra: int = 0) -> int:
@@ -348,13 +382,41 @@ class StateMap:
         """Another element type."""
         return self._made([name], {name: replace(self._target(name), dtype=find_dtype(dtype).name)})
 
+    def quantize(
+        self, name: str, scale: str, block: Sequence[int], dtype: str = "f8e4m3fn", rule: str = "amax"
+    ) -> StateMap:
+        """Codes of an fp8 type, with a float32 scale for each block in a tensor of its own.
+
+        Whoever receives a block quantizes it whole, so no cut of the destination may go through one.
+
+        >>> print(StateMap.identity({"w": TensorShape((256, 256), "bf16")}).quantize("w", "w_scale", (128, 128)))
+        w: f8e4m3fn[256, 256] with w_scale: f32[2, 2] for blocks of (128, 128), amax
+          [0:256, 0:256] = w[0:256, 0:256]  f8e4m3fn <- bf16
+        """
+        made, kind = self._target(name), find_dtype(dtype)
+        given = BlockScale(scale, to_int_tuple(block, "a block"), rule)
+        if not kind.name.startswith("f8") or not find_dtype(made.dtype).name.startswith(("f", "bf")):
+            raise LayoutError(f"quantize {name}: {made.dtype} to {kind.name}; floats become f8e4m3fn or f8e5m2")
+        if len(given.block) != len(made.shape) or min(given.block, default=0) < 1 or rule not in SCALE_RULES:
+            raise LayoutError(
+                f"quantize {name}: blocks of {given.block} with the rule {rule!r} for {list(made.shape)}; pass a "
+                f"length for each dim, and a rule of {', '.join(SCALE_RULES)}"
+            )
+        return self._made([name], {name: replace(made, dtype=kind.name, scale=given)})
+
+    @cached_property
+    def scales(self) -> Mapping[str, str]:
+        """The tensors that get scales: their names, and those of the tensors that are quantized."""
+        return {tensor.scale.name: name for name, tensor in self.targets.items() if tensor.scale is not None}
+
     def tie(self, name: str, to: str) -> StateMap:
         """The same tensor under one more name: tied embeddings."""
         return self._made([], {to: self._target(name)})
 
     def only(self, names: Iterable[str]) -> StateMap:
         """The map of some of the destination tensors."""
-        return replace(self, targets={name: self._target(name) for name in names})
+        listed = [self.scales.get(name, name) for name in names]
+        return replace(self, targets={n: self.targets[n] if n in self.targets else self._target(n) for n in listed})
 
     def then(self, after: StateMap) -> StateMap:
         """The map that does both: `after` takes what this one makes.
@@ -466,7 +528,10 @@ class StateMap:
         return {
             "format": _FORMAT,
             "sources": [[name, t.dtype, list(t.shape)] for name, t in self.sources.items()],
-            "targets": [[n, t.dtype, list(t.shape), list(map(row, t.terms))] for n, t in self.targets.items()],
+            "targets": [
+                [n, t.dtype, list(t.shape), list(map(row, t.terms)), *([t.scale.to_json()] if t.scale else [])]
+                for n, t in self.targets.items()
+            ],
         }
 
     @classmethod
@@ -481,19 +546,24 @@ class StateMap:
         try:
             if data["format"] != _FORMAT:
                 raise LayoutError(f"a map has the format {_FORMAT!r}, this has {data['format']!r:.60}")
-            if sum(len(rows) for _, _, _, rows in data["targets"]) > MAX_TERMS:
+            if sum(len(target[3]) for target in data["targets"]) > MAX_TERMS:
                 raise LayoutError(f"a map has at most {MAX_TERMS} terms")
             sources = {str(n): TensorShape.of(shape, dtype) for n, dtype, shape in data["sources"]}
             names = list(sources)
-            targets = {}
-            for name, dtype, shape, rows in data["targets"]:
+            targets, scaled = dict[str, MappedTensor](), list[tuple[str, str, Any]]()
+            for name, dtype, shape, rows, *scale in data["targets"]:
                 made = TensorShape.of(shape, dtype)
-                targets[str(name)] = MappedTensor(made.shape, made.dtype, tuple(_parse_row(r, names) for r in rows))
+                wide = "f32" if scale else made.dtype
+                targets[str(name)] = MappedTensor(made.shape, wide, tuple(_parse_row(r, names) for r in rows))
+                scaled += [(str(name), made.dtype, *scale)] if scale else []
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             if isinstance(error, LayoutError):
                 raise
             raise LayoutError(f"this is not a map of tensors in JSON: {type(error).__name__}: {error}") from error
-        return cls(sources, targets, note).checked()
+        found = cls(sources, targets, note)
+        for name, dtype, (scale, block, rule) in scaled:
+            found = found.quantize(name, str(scale), block, dtype, rule)
+        return replace(found, targets={name: found.targets[name] for name in targets}).checked()
 
     @cached_property
     def digest(self) -> str:
@@ -510,7 +580,11 @@ class StateMap:
     def __str__(self) -> str:
         lines: list[str] = []
         for name, tensor in self.targets.items():
-            lines.append(f"{name}: {tensor.dtype}{list(tensor.shape)}")
+            scale, title = tensor.scale, f"{name}: {tensor.dtype}{list(tensor.shape)}"
+            if scale is not None:
+                shape = list(scale.shape(tensor.shape))
+                title += f" with {scale.name}: f32{shape} for blocks of {scale.block}, {scale.rule}"
+            lines.append(title)
             for term in tensor.terms:
                 source = None if term.source is None else self.sources[term.source]
                 cast = "" if source is None or source.dtype == tensor.dtype else f"  {tensor.dtype} <- {source.dtype}"

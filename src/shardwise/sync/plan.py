@@ -29,6 +29,7 @@ from shardwise.geometry import Box, DType, Layout, LayoutError, find_dtype, layo
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.state_map import (
     MAX_MAP_BYTES,
+    BlockScale,
     MappedTensor,
     MapTerm,
     StateMap,
@@ -249,11 +250,26 @@ class Filled:
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """A box of a local tensor that is read in a wide type, and becomes codes and scales once it is complete."""
+
+    target: int
+    part: int
+    here: tuple[slice, ...]
+    scale_target: int
+    scale_part: int
+    scale_here: tuple[slice, ...]
+    scale: BlockScale
+    wide: torch.dtype
+
+
+@dataclass(frozen=True)
 class ReadPlan:
-    """All that one rank reads, by the rank that it reads from, and what it fills."""
+    """All that one rank reads, by the rank that it reads from, what it fills, and what it quantizes after that."""
 
     reads: Mapping[int, tuple[Read, ...]]
     fills: tuple[Filled, ...]
+    quantized: tuple[Quantized, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -319,8 +335,11 @@ class _Demands:
 def plan_reads(published: Published, state_map: StateMap, wanted: Sequence[Wanted], rank: int, host: str) -> ReadPlan:
     """What the rank of a subscriber reads, from whom, and what it fills."""
     names, demands, fills = {n: i for i, n in enumerate(published.tensors)}, _Demands(), list[Filled]()
-    layouts = published.entries
+    layouts, quantized = published.entries, plan_quantized(published, state_map, wanted, rank)
+    wide = {(each.target, each.part): each.wide for each in quantized}
     for number, want in enumerate(wanted):
+        if want.name in state_map.scales:
+            continue
         target = state_map.targets.get(want.name)
         if target is None:
             raise LayoutError(
@@ -346,9 +365,10 @@ def plan_reads(published: Published, state_map: StateMap, wanted: Sequence[Wante
                         slice(s.start + m - o, s.start + m - o + n)
                         for s, m, o, n in zip(here, met.box.offsets, term.box.offsets, met.box.sizes, strict=True)
                     )
-                    demands.made.append((number, part, shifted, source, met, want.dtype))
+                    to = wide.get((number, part), want.dtype)
+                    demands.made.append((number, part, shifted, source, met, to))
     if not demands.made:
-        return ReadPlan({}, tuple(fills))
+        return ReadPlan({}, tuple(fills), quantized)
     hosts = {h: i for i, h in enumerate(dict.fromkeys(place.host for place in published.places))}
     numbers = [hosts[place.host] for place in published.places]
     ranks, rows = demands.choose(numbers, hosts.get(host, len(hosts)), rank % len(numbers))
@@ -357,7 +377,79 @@ def plan_reads(published: Published, state_map: StateMap, wanted: Sequence[Wante
         demands.made, ranks.tolist(), rows.tolist(), strict=True
     ):
         reads.setdefault(owner, []).append(_make_read(published, number, part, here, source, met, to, row))
-    return ReadPlan({owner: tuple(reads[owner]) for owner in sorted(reads)}, tuple(fills))
+    return ReadPlan({owner: tuple(reads[owner]) for owner in sorted(reads)}, tuple(fills), quantized)
+
+
+def plan_quantized(
+    published: Published, state_map: StateMap, wanted: Sequence[Wanted], rank: int
+) -> tuple[Quantized, ...]:
+    """The boxes that a rank quantizes, each with the box of its scales; no box goes through a block."""
+    numbers, found = {want.name: i for i, want in enumerate(wanted)}, list[Quantized]()
+    for number, want in enumerate(wanted):
+        target = state_map.targets.get(want.name)
+        if target is None or target.scale is None:
+            continue
+        scale = target.scale
+        scales = None if scale.name not in numbers else wanted[numbers[scale.name]]
+        if scales is None or scales.dtype != torch.float32 or scales.layout.shape != scale.shape(target.shape):
+            raise LayoutError(
+                f"{want.name} is quantized, and {scale.name} gets its scales; pass a float32 tensor of the shape "
+                f"{list(scale.shape(target.shape))} under that name"
+            )
+        if want.dtype != torch_dtype(find_dtype(target.dtype)):
+            raise LayoutError(f"{want.name} is {find_dtype(str(want.dtype))} here, and quantized to {target.dtype}")
+        kinds = [find_dtype(published.types[t.source].dtype) for t in target.terms if t.source is not None]
+        wide = torch_dtype(max(kinds, key=lambda kind: kind.itemsize, default=find_dtype("f32")))
+        for part, box, origin in _local_boxes(want, rank):
+            scale_part, scale_here = _place_of_scales(want.name, target, box, _local_boxes(scales, rank))
+            here = tuple(slice(o, o + n) for o, n in zip(origin, box.sizes, strict=True))
+            found.append(Quantized(number, part, here, numbers[scale.name], scale_part, scale_here, scale, wide))
+    return tuple(found)
+
+
+def _place_of_scales(
+    name: str, target: MappedTensor, box: Box, held: Sequence[tuple[int, Box, tuple[int, ...]]]
+) -> tuple[int, tuple[slice, ...]]:
+    """Which local tensor has the scales of a box, and where."""
+    scale = target.scale
+    assert scale is not None
+    low = tuple(o // b for o, b in zip(box.offsets, scale.block, strict=True))
+    high = tuple(-(-end // b) for end, b in zip(box.ends, scale.block, strict=True))
+    whole = (min(h * b, n) for h, b, n in zip(high, scale.block, target.shape, strict=True))
+    if any(o % b for o, b in zip(box.offsets, scale.block, strict=True)) or box.ends != tuple(whole):
+        raise LayoutError(
+            f"{name}: a rank has {box}, which goes through blocks of {scale.block}; cut between them, as "
+            f"S(0) unit({scale.block[0]}) does"
+        )
+    region = Box(low, tuple(h - o for o, h in zip(low, high, strict=True)))
+    found = next(((part, other, start) for part, other, start in held if other.intersect(region) == region), None)
+    if found is None:
+        raise LayoutError(f"{scale.name}: a rank lacks {region}, the scales of {box} of {name}")
+    shift = tuple(at - o for at, o in zip(found[2], found[1].offsets, strict=True))
+    return found[0], region.shifted(shift).slices
+
+
+def quantize_blocks(values: Tensor, scale: BlockScale, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The codes of values in blocks that begin with them, and the scale of each block.
+
+    >>> values, scale = torch.tensor([[1.0, -896.0, 0.5]]), BlockScale("s", (1, 2))
+    >>> codes, scales = quantize_blocks(values, scale, torch.float8_e4m3fn)
+    >>> codes.float().tolist(), scales.tolist()
+    ([[0.5, -448.0, 448.0]], [[2.0, 0.0011160714784637094]])
+    """
+    most = torch.finfo(dtype).max
+    pads = [pad for n, b in zip(reversed(values.shape), reversed(scale.block), strict=True) for pad in (0, -n % b)]
+    padded = torch.nn.functional.pad(values.float(), pads)
+    split = [size for n, b in zip(padded.shape, scale.block, strict=True) for size in (n // b, b)]
+    blocks = padded.reshape(split)
+    inner = tuple(range(1, 2 * values.ndim, 2))
+    scales = blocks.abs().amax(dim=inner, keepdim=True) / most
+    if scale.rule == "amax_pow2":
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    scales = torch.where(scales > 0, scales, torch.where(scales.isnan(), scales, 1.0))
+    codes = (blocks / scales).clamp(-most, most).reshape(padded.shape)
+    codes = codes[tuple(slice(0, n) for n in values.shape)].to(dtype)
+    return codes, scales.reshape([n // b for n, b in zip(padded.shape, scale.block, strict=True)])
 
 
 def _check_shape(want: Wanted, target: MappedTensor) -> None:
@@ -369,11 +461,14 @@ def _check_shape(want: Wanted, target: MappedTensor) -> None:
     ours, theirs = find_dtype(str(want.dtype)), find_dtype(target.dtype)
     kinds = {_kind(ours), _kind(theirs)}
     if len(kinds) > 1:
-        raise LayoutError(f"{want.name} is {ours} here and {theirs} there; only floats are converted to each other")
+        fix = "only floats are converted to each other"
+        if any(kind.startswith("f8") for kind in kinds):
+            fix = "codes of fp8 have scales: pass a map with StateMap.quantize, or with StateMap.cast without scales"
+        raise LayoutError(f"{want.name} is {ours} here and {theirs} there; {fix}")
 
 
 def _kind(dtype: DType) -> str:
-    return "float" if dtype.name.startswith(("f", "bf")) and dtype.name != "f4e2m1fnx2" else dtype.name
+    return "float" if dtype.name.startswith(("f", "bf")) and not dtype.name.startswith(("f4", "f8")) else dtype.name
 
 
 def _local_boxes(want: Wanted, rank: int) -> list[tuple[int, Box, tuple[int, ...]]]:

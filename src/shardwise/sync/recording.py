@@ -589,6 +589,7 @@ def apply_map(state_map: StateMap, name: str, sources: Mapping[str, Tensor]) -> 
             [2, 5]])
     """
     made = state_map.targets[name]
+    assert made.scale is None, "values that are quantized after that are not those of the tensor"
     out = torch.empty(made.shape, dtype=torch_dtype(find_dtype(made.dtype)), device="cpu")
     for term in made.terms:
         if term.source is None:

@@ -37,10 +37,12 @@ from shardwise.comm.transports.links import identify_host
 from shardwise.sync.plan import (
     Filled,
     Published,
+    Quantized,
     Read,
     ReadPlan,
     Wanted,
     plan_reads,
+    quantize_blocks,
     read_description,
     resolve_map,
 )
@@ -148,6 +150,9 @@ class Subscriber:
         self._given = state
         self._wanted: list[Wanted] = []
         self._staging: list[tuple[Tensor, ...]] = []
+        self._wide: dict[tuple[int, int], Tensor] = {}
+        """What local tensors are quantized from, by tensor and part."""
+        self._wide_seq = 0  # the number of the version that these have; 0: unknown
         self._staged = 0  # the number of the version that the staged copies have; 0: unknown
         problem = None
         if not callable(state) or isinstance(state, nn.Module):
@@ -269,6 +274,10 @@ class Subscriber:
                 tuple(torch.zeros_like(part) if self.apply != "in_place" else part for part in want.parts)
                 for want in self._wanted
             ]
+        self._wide = {
+            (each.target, each.part): torch.zeros_like(self._wanted[each.target].parts[each.part], dtype=each.wide)
+            for each in plan.quantized
+        }
         self._published, self._plan = published, plan
 
     # Pulling.
@@ -367,9 +376,9 @@ class Subscriber:
     def _read(self, slot: int, generation: int) -> bool:
         """Read all that this rank needs; whether only changes of something were read."""
         until = time.monotonic() + self.deadline
-        since, self._staged, self.read_bytes, in_part = self._staged, 0, 0, False
+        since, self._staged, self.read_bytes, in_part, self._wide_seq = self._staged, 0, 0, False, 0
         for fill in self._plan.fills:
-            self._staging[fill.target][fill.part][fill.here].fill_(fill.value)
+            self._place_of(fill).fill_(fill.value)
         for rank, reads in self._plan.reads.items():
             try:
                 in_part |= self._read_from(rank, reads, slot, generation, since, until)
@@ -378,6 +387,10 @@ class Subscriber:
                 if source is not None:
                     source.channel.close()
                 raise SyncError(f"publisher {self._publisher_name()} rank {rank}: {error}") from error
+        for each in self._plan.quantized:
+            for target, made in self._quantize(each, self._staging):
+                target.copy_(made)
+        self._wide_seq = generation // 2
         if self.apply == "stage":  # other staged copies are, or were, tensors that the program writes to
             self._staged = generation // 2
         return in_part
@@ -415,8 +428,18 @@ class Subscriber:
         _check_whole(source.channel.receive(until)["whole"])
         return in_part
 
-    def _place_of(self, read: Read) -> Tensor:
-        return self._staging[read.target][read.part][read.here]
+    def _place_of(self, read: Read | Filled, parts: Sequence[Sequence[Tensor]] | None = None) -> Tensor:
+        """Where what is read goes: in a wide copy of what is quantized, else in staged or other parts."""
+        wide = self._wide.get((read.target, read.part))
+        held = (self._staging if parts is None else parts)[read.target][read.part] if wide is None else wide
+        return held[read.here]
+
+    def _quantize(self, each: Quantized, parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Boxes of these parts that have codes and scales, each with what they should be."""
+        codes = parts[each.target][each.part][each.here]
+        scales = parts[each.scale_target][each.scale_part][each.scale_here]
+        made = quantize_blocks(self._wide[each.target, each.part][each.here], each.scale, codes.dtype)
+        return [(codes, made[0]), (scales, made[1])]
 
     def _send_list(self, source: _Source, reads: Sequence[Read], until: float) -> None:
         source.channel.send({"do": "list", "list": 0, "rows": [read.to_json() for read in reads]}, until)
@@ -503,7 +526,15 @@ class Subscriber:
         problem, wrong = None, list[str]()
         try:
             slot = found["version"][2]
-            wrong = self._compare(slot, 2 * self._seq, [want.parts for want in self._wanted])
+            served = [want.parts for want in self._wanted]
+            if self._plan.quantized and self._wide_seq != self._seq:
+                raise SyncError("a later pull has begun; pull, then verify")
+            wrong = self._compare(slot, 2 * self._seq, served)
+            wrong += [
+                self._name_box(each)
+                for each in self._plan.quantized
+                if any(compare(here.reshape(-1), made.reshape(-1)).any() for here, made in self._quantize(each, served))
+            ]
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             problem = f"{self._where}: {error}"
         everyone = gather_values(self.comm, [problem, wrong, self._plan.nbytes], label="sync verify")
@@ -522,7 +553,7 @@ class Subscriber:
         until = time.monotonic() + self.deadline
         wrong = []
         for fill in self._plan.fills:
-            part = parts[fill.target][fill.part][fill.here]
+            part = self._place_of(fill, parts)
             if not bool((part == torch.full((), fill.value, dtype=part.dtype, device=part.device)).all()):
                 wrong.append(self._name_box(fill))
         for rank, reads in self._plan.reads.items():
@@ -532,14 +563,14 @@ class Subscriber:
             if not source.listed:
                 self._send_list(source, reads, until)
             source.channel.send({"do": "digest", "list": 0, "slot": slot, "generation": generation}, until)
-            ours = [_sums_of(parts[read.target][read.part][read.here], read) for read in reads]
+            ours = [_sums_of(self._place_of(read, parts), read) for read in reads]
             answer = source.channel.receive(until, MAX_DESCRIPTION)
             _check_whole(answer["whole"])
             theirs = [(int(a, 16), int(b, 16)) for a, b in answer["sums"]]
             wrong += [self._name_box(r) for r, a, b in zip(reads, ours, theirs, strict=True) if a != b]
         return wrong
 
-    def _name_box(self, place: Read | Filled) -> str:
+    def _name_box(self, place: Read | Filled | Quantized) -> str:
         box = ", ".join(f"{cut.start}:{cut.stop}" for cut in place.here)
         return f"{self._wanted[place.target].name} on rank {self.comm.rank}: [{box}]"
 
@@ -555,6 +586,8 @@ class Subscriber:
             "in_place": "no memory; a pull that fails leaves tensors of two versions, and the state 'broken'",
         }[self.apply]
         lines = [f"subscriber {self.name!r} of publisher {self._published.world!r}, step {self.version}: {self.state}"]
+        wide = sum(part.numel() * part.element_size() for part in self._wide.values())
+        lines += [f"{wide} bytes of values that are quantized here"] if wide else []
         lines += [
             f"rank {self.comm.rank} reads {sum(r.sent_bytes for r in reads)} bytes in {len(reads)} boxes of rank {rank}"
             for rank, reads in self._plan.reads.items()
