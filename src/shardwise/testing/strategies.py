@@ -106,7 +106,7 @@ def placements(
     held: dict[int, list[DimIntervals]] = {d: [((0, n),)] for d, n in enumerate(shape)}
     chosen: dict[str, Placement] = {}
     for axis in order or mesh.axes:
-        kind = draw(st.sampled_from(["copy", *["shard"] * bool(shape), *["pending"] * pending]))
+        kind = draw(st.sampled_from(["copy", *["shard"] * 3 * bool(shape), *["pending"] * pending]))
         if kind == "copy":
             chosen[axis] = Replicate()
         elif kind == "pending":
