@@ -40,6 +40,7 @@ test-device: $(STAMP)  ## run the tests that make tensors on a device in host me
 	SHARDWISE_TEST_DEVICE=standin $(BIN)/python -m pytest $(DEVICE_TESTS) --dist loadfile --durations=25
 
 test-models: $(MODELS)/.installed  ## models of transformers, peft, timm and others, in an environment of their own (5 GB); writes docs/models.md
+	rm -f build/models.jsonl
 	SHARDWISE_MODELS_TABLE=docs/models.md $(MODELS)/bin/python -m pytest tests/models
 
 test-hosts: $(STAMP)  ## tests of moves and collectives on two hosts, as network namespaces with a link between them (Linux, root)

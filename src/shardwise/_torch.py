@@ -135,8 +135,9 @@ _allow_own_functions = private_name("_functorch.utils.enable_single_level_autogr
 _dispatch_mode = private_name("_C._get_dispatch_mode")
 _PROXY_MODE = private_name("_C._TorchDispatchModeKey.PROXY")
 
-# Whether a tensor stands for many, inside of `torch.func.vmap`.
+# Whether a tensor stands for many, inside of `torch.func.vmap`; and whether it is of any transform of `torch.func`.
 is_batched_tensor: Any = private_name("_C._functorch.is_batchedtensor")
+is_transformed_tensor: Any = private_name("_C._functorch.is_functorch_wrapped_tensor")
 
 # The Function by which `torch.distributions.Dirichlet` and `Beta` draw samples with gradients.
 DirichletFunction: type[torch.autograd.Function] = private_name("distributions.dirichlet._Dirichlet")

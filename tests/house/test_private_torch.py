@@ -203,16 +203,17 @@ def test_distributions_draw_by_these_functions() -> None:
 
 
 def test_batches_and_traces_are_noticed() -> None:
-    seen: list[tuple[bool, bool]] = []
+    seen: list[tuple[bool, bool, bool]] = []
 
     def note(x: Tensor) -> Tensor:
-        seen.append((_torch.is_batched_tensor(x), _torch.is_tracing()))
+        seen.append((_torch.is_batched_tensor(x), _torch.is_transformed_tensor(x), _torch.is_tracing()))
         return x * 2
 
     note(torch.ones(2))
     torch.func.vmap(note)(torch.ones(2))
     make_fx(note)(torch.ones(2))
-    assert seen == [(False, False), (True, False), (False, True)]
+    torch.func.grad(lambda x: note(x).sum())(torch.ones(2))
+    assert seen == [(False, False, False), (True, True, False), (False, False, True), (False, True, False)]
 
 
 def test_a_module_with_full_backward_hooks_is_inside_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,6 +341,8 @@ def make_batch(model: Any, head: str) -> dict[str, Any]:
     elif head == "OBJECT_DETECTION" and "labels" in named:
         boxes = 0.25 + 0.5 * torch.rand(ROWS, 2, 4, generator=generator)
         batch["labels"] = [{"class_labels": torch.tensor([0, 1]), "boxes": b} for b in boxes]
+    if "noise" in named:  # what a model that masks patches at random draws otherwise
+        batch["noise"] = randn(ROWS, (sides[0] // (find(config, "patch_size") or 1)) ** 2)
     if "return_loss" in named and len(batch) > 1:
         batch["return_loss"] = True
     if main == "input_ids" and "pixel_values" in named and "pixel_values" not in batch:

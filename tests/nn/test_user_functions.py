@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import parametrizations, parametrize, rnn
 
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Mesh
 from shardwise.nn import ModelPlan, shard_module
+from shardwise.ops import plain_as_replicated
 from shardwise.tensor import ShardedTensor
+from shardwise.tensor.dispatch import UnsupportedOpError
 
 
 class Square(torch.autograd.Function):
@@ -179,3 +182,119 @@ def test_tables_are_resized_and_sharded_again(count: int) -> None:
     assert found[0][:2] == [(count, 4), "(Shard(0),)"]
     torch.testing.assert_close(found[0][2], expected)
     assert torch.equal(found[0][3], found[1][3])
+
+
+def per_sample_gradients(model: nn.Module, x: Tensor) -> Any:
+    def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+        made: Tensor = torch.func.functional_call(model, parameters, (row[None],)).sum()
+        return made
+
+    return torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), x)
+
+
+TRACERS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "torch.export": lambda model, x: torch.export.export(model, (x,)),
+    "jit.trace": lambda model, x: torch.jit.trace(model, (x,)),
+    "make_fx": lambda model, x: make_fx(model)(x),
+    "vmap": per_sample_gradients,
+    "grad": lambda model, x: torch.func.grad(lambda y: model(y).sum())(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+}
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", TRACERS)
+def test_what_records_or_transforms_a_model_is_refused_by_what_to_do(name: str) -> None:
+    """On one rank: several of these are not made for threads."""
+
+    def body(comm: Comm) -> str:
+        model = small_model()
+        shard_module(model, ModelPlan(Mesh.of(tp=1), {"0.*": "tp: S(0)"}, input_plan="R", output_plan="plain"))
+        with pytest.raises(UnsupportedOpError) as caught:
+            TRACERS[name](model, torch.ones(3, 4))
+        assert model(torch.ones(3, 4)).shape == (3, 2)
+        return str(caught.value)
+
+    records = name in ("torch.export", "jit.trace", "make_fx")
+    wanted = "use shardwise.compile(model), or export an unsharded copy" if records else "use torch.autograd.grad"
+    assert wanted in run_local(body, 1)[0]
+
+
+def test_a_symbolic_trace_of_a_sharded_model() -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+    def body(comm: Comm) -> Tensor:
+        model = small_model()
+        shard_module(model, ModelPlan(Mesh.of(tp=1), {"0.*": "tp: S(0)"}, input_plan="R", output_plan="plain"))
+        with plain_as_replicated():
+            made: Any = torch.fx.symbolic_trace(model)(x)
+        assert isinstance(made, ShardedTensor)
+        return made.full()
+
+    torch.testing.assert_close(run_local(body, 1)[0], small_model()(x))
+
+
+def test_torch_func_grad_of_sharded_parameters() -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+    def run(model: nn.Module) -> list[Tensor]:
+        def loss(parameters: dict[str, Tensor]) -> Tensor:
+            made: Tensor = torch.func.functional_call(model, parameters, (x,)).square().sum()
+            return made
+
+        gradients = torch.func.grad(loss)(dict(model.named_parameters()))
+        return [g.full() if isinstance(g, ShardedTensor) else g.detach() for g in gradients.values()]
+
+    def body(comm: Comm) -> list[Tensor]:
+        model = small_model()
+        shard_module(model, ModelPlan(Mesh.of(tp=2), {"0.*": "tp: S(0)"}, input_plan="R", output_plan="plain"))
+        return run(model)
+
+    for found in run_local(body, 2):
+        torch.testing.assert_close(found, run(small_model()))
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer, self.end = nn.Embedding(9, 4), nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 1)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        packed = rnn.pack_padded_sequence(self.table(ids), lengths, batch_first=True, enforce_sorted=False)
+        padded, _ = rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=ids.shape[1])
+        made: Tensor = self.end(padded).square().mean()
+        return made
+
+
+@pytest.mark.filterwarnings("ignore:packed sequences")
+@pytest.mark.parametrize(
+    ("axis", "patterns"), [("dp", {}), ("fsdp", {"table.weight": "S(0)"}), ("tp", {"table.*": "S(0)"})]
+)
+def test_packed_sequences_of_split_batches(axis: str, patterns: dict[str, str]) -> None:
+    ids = torch.arange(12).reshape(4, 3) % 9
+    lengths = torch.tensor([1, 3, 2, 3])
+
+    def run(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
+        loss = model(*inputs)
+        loss.backward()
+        found = [loss.detach(), *(p.grad for p in model.parameters())]
+        return [t.full() if isinstance(t, ShardedTensor) else t for t in found]
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Packed()
+
+    def body(comm: Comm) -> list[Tensor]:
+        model, rows = make(), slice(None) if axis == "tp" else slice(2 * comm.rank, 2 * comm.rank + 2)
+        placed = {name: f"{axis}: {text}" for name, text in patterns.items()}
+        inputs = "R" if axis == "tp" else f"{axis}: S(0)"
+        shard_module(model, ModelPlan(Mesh((axis,), (0, 1)), placed, input_plan=inputs, output_plan="plain"))
+        return run(model, ids[rows], lengths[rows])
+
+    for found in run_local(body, 2):
+        torch.testing.assert_close(found, run(make(), ids, lengths))

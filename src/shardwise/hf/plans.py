@@ -32,6 +32,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import re
 import sys
 import warnings
@@ -440,7 +441,7 @@ def _split_linear_layers(model: nn.Module, ranks: int, example: Mapping[str, Any
     if not found:
         raise PlanError(
             f"{type(model).__name__}: no layers were found that can be split over {ranks} ranks of axis "
-            f"{TENSOR_AXIS!r}; write a ModelPlan, or use another number of ranks"
+            f"{TENSOR_AXIS!r}; use the axes dp or fsdp, another number of ranks, or write a ModelPlan"
         )
     share = _split_share(model, found)
     if share < 0.5:
@@ -502,9 +503,16 @@ def _count_heads(model: nn.Module) -> dict[str, int]:
     """How many heads a layer has that must not be cut, by the name of the layer."""
     config = getattr(model, "config", None)
     config = getattr(config, "get_text_config", lambda: config)()
-    queries = int(getattr(config, "num_attention_heads", 0) or 0)
-    keys = int(getattr(config, "num_key_value_heads", 0) or queries)
+    queries = _read_common(config, "num_attention_heads")
+    keys = _read_common(config, "num_key_value_heads") or queries
     return {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+
+
+def _read_common(config: Any, name: str) -> int:
+    """A number of a config; where layers have numbers of their own, the largest that divides them all."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    layers = list(layers.values()) if isinstance(layers, Mapping) else layers
+    return math.gcd(*(int(getattr(layer, name, 0) or 0) for layer in layers))
 
 
 def find_key_heads(model: nn.Module) -> dict[str, tuple[str, int]]:
@@ -649,7 +657,7 @@ def make_example(model: nn.Module) -> dict[str, Tensor]:
     if name == "pixel_values":
         found = {name: _make_images(config, dtype)}
     elif name == "input_features" and hasattr(config, "num_mel_bins"):
-        length = 2 * config.max_source_positions
+        length = 2 * getattr(config, "max_source_positions", 64)
         found = {name: torch.zeros(1, config.num_mel_bins, length, dtype=dtype, device="meta")}
     elif name == "input_values":  # a second of sound
         found = {name: torch.zeros(1, 16000, dtype=dtype, device="meta")}

@@ -31,6 +31,7 @@ A module keeps its class's name and bases: its class becomes a subclass with the
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -48,7 +49,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise._text import public
-from shardwise._torch import count_running_calls, pytree
+from shardwise._torch import count_running_calls, is_transformed_tensor, proxy_mode, pytree
 from shardwise._tree import flatten_nest, map_nest, unflatten_nest
 from shardwise.comm import Comm, DisagreementError, agree, gather_values, name_ranks
 from shardwise.comm.stand_in import StandInComm, traced_comm
@@ -60,6 +61,7 @@ from shardwise.ops.propagation import prefer_strategies
 from shardwise.ops.unshard import pin_parameter
 from shardwise.ops.views import NoViewError, express_shard, mesh_spec, redistribute_to, view_on_mesh
 from shardwise.tensor.creation import shard
+from shardwise.tensor.dispatch import RECORDS_ONE_RANK, UnsupportedOpError
 from shardwise.tensor.functions import warn_compiled_callers
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.recorder import recorded_wait, recorders
@@ -305,6 +307,7 @@ def _place_tensors(
     """`named`: the placements of a value that has its own."""
     comm, found = traced_comm(comm), list(values)
     plain = [i for i, value in enumerate(found) if isinstance(value, Tensor) and not isinstance(value, ShardedTensor)]
+    _refuse_transforms([found[i] for i in plain], comm)
     shapes = [tuple(found[i].shape) for i in plain]
     wanted = [tuple((named[i] if named else None) or placements) for i in plain]
     batches = [batch_placements(each) for each in wanted]
@@ -327,6 +330,18 @@ def _place_tensors(
         if each != batch:
             found[index] = _cut_input(found[index], each, is_named=bool(named) and named[index] is not None)
     return found
+
+
+def _refuse_transforms(tensors: Sequence[Tensor], comm: Comm) -> None:
+    """Raise where torch follows plain inputs in its own ways, which do not see what the ranks send each other."""
+    if torch.jit.is_tracing() or (proxy_mode() is not None and not isinstance(comm, StandInComm)):
+        raise UnsupportedOpError(RECORDS_ONE_RANK)
+    if any(map(is_transformed_tensor, tensors)):
+        raise UnsupportedOpError(
+            "inputs: a tensor inside of a transform of torch.func: torch.func.jvp takes ShardedTensors, so pass it "
+            "shardwise.replicate(x); for grad and vjp use torch.autograd.grad; vmap (gradients for each sample) takes "
+            "local tensors: call torch.func.functional_call on an unsharded copy with the values of `p.full()`"
+        )
 
 
 def _cut_input(tensor: ShardedTensor, wanted: Sequence[Placement], *, is_named: bool) -> ShardedTensor:
@@ -551,20 +566,37 @@ def _derive_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 def _generate(original: Any) -> Any:
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         by: ShardedBy = self.__dict__["_sharded_by"]
-        kwargs = {**_without_compiling(self, kwargs), **kwargs}
+        kwargs = {**kwargs, **_without_compiling(self, kwargs)}
         placements = by.plan.input_placements or ()
         if not any(p.is_shard(0) for p in placements):
             with whole_batch_inputs():
                 return pytree.tree_map(_to_plain, original(self, *args, **kwargs))
+        args, kwargs, added = _fill_up_prompts(args, kwargs, by)
         placed = place_inputs((args, kwargs), by.plan.mesh, batch_placements(placements), by.comm)
         batch = next(t for t in pytree.tree_leaves(placed) if isinstance(t, ShardedTensor) and t.ndim > 0)
         args, kwargs = pytree.tree_map(_to_plain, placed)
         with whole_batch_inputs():
             made = original(self, *args, **kwargs)
-        return pytree.tree_map(lambda value: _take_own_rows(_to_plain(value), batch), made)
+        own = pytree.tree_map(lambda value: _take_own_rows(_to_plain(value), batch), made)
+        return own[:, added:] if added and isinstance(own, Tensor) else own
 
     generate.__doc__ = original.__doc__
     return generate
+
+
+def _fill_up_prompts(args: Any, kwargs: dict[str, Any], by: ShardedBy) -> tuple[Any, dict[str, Any], int]:
+    """Prompts of other lengths on other ranks filled up on the left, where a mask says so; how much was added here."""
+    pads, ids = by.plan.pad_inputs, args[0] if args else kwargs.get("input_ids")
+    mask = kwargs.get("attention_mask")
+    asked = pads and isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.ndim == mask.ndim == 2
+    lengths = gather_values(by.comm, ids.shape[1] if asked else None, label="generate: lengths of prompts")
+    if not asked or None in lengths.values():
+        return args, kwargs, 0
+    assert pads is not None and isinstance(ids, Tensor)
+    added = max(lengths.values()) - ids.shape[1]
+    filled = F.pad(ids, (added, 0), value=pads.get("input_ids", 0))
+    kwargs = {**kwargs, "attention_mask": F.pad(mask, (added, 0))}
+    return ((filled, *args[1:]), kwargs, added) if args else (args, {**kwargs, "input_ids": filled}, added)
 
 
 def _without_compiling(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -573,8 +605,15 @@ def _without_compiling(model: nn.Module, given: Mapping[str, Any]) -> dict[str, 
     torch.compile leaves out what touches ShardedTensors; CUDA graphs of the little that is left would be in the way.
     """
     settings = getattr(model, "generation_config", None)
-    asked = given.get("compile_config") or getattr(settings, "compile_config", None)
-    return {"disable_compile": True} if asked is None and hasattr(settings, "disable_compile") else {}
+    own = given.get("generation_config")
+    asked = given.get("compile_config") or getattr(own or settings, "compile_config", None)
+    if asked is not None or "disable_compile" in given or not hasattr(own or settings, "disable_compile"):
+        return {}
+    if own is None:
+        return {"disable_compile": True}
+    changed = copy.copy(own)
+    changed.disable_compile = True
+    return {"generation_config": changed}
 
 
 def _to_plain(value: Any) -> Any:

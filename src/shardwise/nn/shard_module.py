@@ -240,14 +240,14 @@ def _rebuild_buffers(module: nn.Module, part: nn.Module, names: list[str]) -> di
 
 def _run_init_weights(module: nn.Module, part: nn.Module, names: list[str]) -> dict[str, Tensor]:
     """What `_init_weights(part)` of a model of transformers writes to the buffers of a part, on a copy of it."""
-    fill = next((f for m in module.modules() if (f := getattr(m, "_init_weights", None)) is not None), None)
-    if fill is None:
+    models = [m for m in module.modules() if hasattr(m, "_init_weights") and any(p is part for p in m.modules())]
+    if not models:
         return {}
     twin = copy.copy(part)
     twin._parameters = {name: _put_on_meta(parameter) for name, parameter in part._parameters.items()}
     twin._buffers = {name: _allocate_like(buffer) for name, buffer in part._buffers.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        fill(twin)
+        models[-1]._init_weights(twin)  # type: ignore[operator]  # of the innermost model, which knows its parts
     made = {name: twin._buffers[name] for name in names}
     return {name: value for name, value in made.items() if value is not None and not _has_pattern(value)}
 

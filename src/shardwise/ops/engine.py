@@ -607,11 +607,13 @@ def _make_out_variant(op: Any) -> Fallback | None:
         tensors = [t for t in pytree.tree_leaves((args, kwargs, given)) if is_tensor(t)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise ValueError("no gradient passes through out=; leave it out, or compute under torch.no_grad()")
-        if next(sharded_leaves(args, kwargs), None) is None:
+        # Numbers alone (eye, arange) make a plain tensor, the same on every rank.
+        of_numbers = len(tensors) == len(given) and torch.Tag.nondeterministic_seeded not in functional.tags
+        if not of_numbers and next(sharded_leaves(args, kwargs), None) is None:
             raise ValueError("only out= is a ShardedTensor; if every rank has the same values pass replicate(t)")
         if options:  # of a tensor that is made
             kwargs |= {"dtype": given[0].dtype, "device": given[0].device}
-        found = _call(functional, *args, **kwargs)
+        found = functional(*args, **kwargs) if of_numbers else _call(functional, *args, **kwargs)
         written = _write_results(given if len(given) > 1 else given[0], found)
         return (tuple(written) if len(given) > 1 else written) if op._schema.returns else None
 

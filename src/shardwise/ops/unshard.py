@@ -79,6 +79,7 @@ from shardwise._torch import (
     count_running_calls,
     has_saved_tensors_hooks,
     is_dual_level,
+    is_transformed_tensor,
     on_backward_end,
     only_accumulates,
     saved_tensors_hook,
@@ -722,7 +723,8 @@ def vary_along(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Te
     cache: dict[tuple[int, ...], tuple[Tensor, tuple[int, int], Tensor]] = tensor.__dict__.setdefault("_varied", {})
     key = tuple(axes)
     known = cache.get(key)
-    state = local._version, 0 if is_tracing() else storage_identity(local.untyped_storage())  # `data` may be replaced
+    hidden = is_tracing() or is_transformed_tensor(local)
+    state = local._version, 0 if hidden else storage_identity(local.untyped_storage())  # `data` may be replaced
     if known is None or known[0] is not local or known[1] != state:
         out = _record_varying(tensor, local, layout, key)
         known = cache[key] = (local, state, out)

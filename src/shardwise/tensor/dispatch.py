@@ -45,9 +45,11 @@ from shardwise._torch import (
     forward_ad,
     is_dispatch_mode_on,
     is_forward_grad_enabled,
+    proxy_mode,
     pytree,
 )
 from shardwise.comm import Comm, DisagreementError
+from shardwise.comm.stand_in import is_tracing
 from shardwise.geometry import Layout, LayoutError
 from shardwise.tensor.recorder import remember_debug_modes
 
@@ -261,10 +263,18 @@ def enter_function(
         if isinstance(error, DisagreementError | LayoutError | UnsupportedOpError):
             explain_wrapper(error)
         outermost = _state.keys is None
+        recorded = proxy_mode() is not None or str(error) == "Unable to cast NotImplemented to Tensor"  # a fake one
+        if recorded and not is_tracing() and not isinstance(error, UnsupportedOpError):
+            raise UnsupportedOpError(RECORDS_ONE_RANK) from error
         error = (_error_of_whole(func, args, kwargs, error) if outermost else None) or error
         raise shorten_traceback(error, outermost=outermost) from error.__cause__
 
 
+RECORDS_ONE_RANK = (
+    "torch.export, torch.jit.trace and make_fx record the operators of one rank, without what ranks send each "
+    "other; use shardwise.compile(model), or export an unsharded copy with the values of "
+    "`{name: p.full() for name, p in model.state_dict().items()}`"
+)
 _REDUCTION = re.compile(r"a and b must have same reduction dim, but got \[(.*)\] X \[(.*)\]\.")
 _META_TYPE = re.compile(r"Meta(\w+)Type")
 _OURS = str(Path(__file__).parents[1])

@@ -19,7 +19,6 @@ from shardwise.compat._shard import sharded_tensor as compat_sharded_tensor
 from shardwise.compat._shard.metadata import ShardMetadata
 from shardwise.compat._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec
 from shardwise.compat.sharded_tensor import TorchShardedTensor
-from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.dense import S0, S1, P, R, assert_gradient, assert_same, check, forget, lay, numbers
 
 LAYOUTS = {"S0": S0, "S1": S1, "R": R, "P": P}
@@ -159,10 +158,10 @@ def test_packed_sequences_of_a_replicated_batch() -> None:
         through(held, batch).square().sum().backward()
         for a, b in zip(held.parameters(), dense.parameters(), strict=True):
             assert_gradient(a, b)
-        with pytest.raises(UnsupportedOpError, match=r"packed sequences are of whole batches.*redistribute"):
-            through(held, lay(whole, S0))
+        assert_same([through(held, lay(whole, S0))], [through(dense, whole)])
 
-    run(body)
+    with pytest.warns(UserWarning, match=r"packed sequences are whole on every rank, so .* is gathered"):
+        run(body)
 
 
 @pytest.mark.parametrize("given", ("R", "S0"))

@@ -602,8 +602,8 @@ def _attend_with_dropout(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Attention step by step, so that the dropped weights do not depend on the layout."""
-    if enable_gqa and query.shape[-3] != key.shape[-3]:
-        raise UnsupportedOpError("attention with dropout takes as many heads of keys as of queries; repeat the keys")
+    if enable_gqa:
+        key, value = _repeat(key, query), _repeat(value, query)
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).tril().logical_not(), float("-inf"))

@@ -20,6 +20,7 @@ torch, and gradients reach them as if they had been used themselves.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -41,7 +42,7 @@ from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.implicit_replication import plain_as_replicated, reads_plain_as_replicated, replicate
 from shardwise.ops.unshard import vary_along
 from shardwise.ops.views import mesh_view
-from shardwise.tensor.dispatch import UnsupportedOpError, register_function, run_function
+from shardwise.tensor.dispatch import register_function, run_function
 from shardwise.tensor.move import format_layout_text, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -275,23 +276,25 @@ for _name in CELLS:
 @register_function(pack_padded_sequence)
 def _pack(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     """Pack sequences that every rank has; the numbers of sequences in each step are plain, as torch keeps them."""
-    data, sizes = pack_padded_sequence(*map(_whole_local, args))
+    data, sizes = pack_padded_sequence(*map(_take_whole, args))
     return wrap(replicated_layout(tuple(data.shape), comm.ranks), (data,), comm), sizes
 
 
 @register_function(pad_packed_sequence)
 def _pad(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-    data, lengths = pad_packed_sequence(*map(_whole_local, args))
+    data, lengths = pad_packed_sequence(*map(_take_whole, args))
     return wrap(replicated_layout(tuple(data.shape), comm.ranks), (data,), comm), lengths
 
 
-def _whole_local(value: Any) -> Any:
-    """The local tensor of a replicated ShardedTensor; anything else as it is."""
+def _take_whole(value: Any) -> Any:
+    """The whole of a ShardedTensor, gathered if it is split; anything else as it is."""
     if not isinstance(value, ShardedTensor):
         return value
-    if value.sharding != replicated_layout(tuple(value.shape), value.comm.ranks):
-        raise UnsupportedOpError(
-            f"packed sequences are of whole batches, and this one is {format_layout_text(value.sharding)}; "
-            "redistribute it to Replicate(), or pass the padded batch to the layer without packing it"
+    layout = replicated_layout(tuple(value.shape), value.comm.ranks)
+    if value.sharding != layout and value.is_floating_point() and value.sharding.pending is None:
+        warnings.warn(
+            f"packed sequences are whole on every rank, so {format_layout_text(value.sharding)} is gathered, and each "
+            "rank computes all of it; pass the padded batch to the layer without packing it, and it stays split",
+            stacklevel=2,
         )
-    return value.local_parts[0]
+    return move_to(value, layout, "packed sequences")[0][0]
