@@ -70,6 +70,8 @@ OUT: dict[str, Callable[..., Any]] = {
     "index_select": lambda x, y, out: torch.index_select(x, 0, (y > 99).long()[0], out=out),
     "tril": lambda x, y, out: torch.tril(x, out=out),
     "float_power": lambda x, y, out: torch.float_power(x, 2, out=out),
+    "eye": lambda x, y, out: torch.eye(4, out=out),
+    "arange": lambda x, y, out: torch.arange(4, out=out[1]),
 }
 
 
