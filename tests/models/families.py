@@ -207,6 +207,77 @@ FAMILIES = {
 }
 
 
+TIMM = """test_resnet test_efficientnet test_convnext test_vit test_vit2 test_vit4 test_byobnet test_convnext2
+    test_convnext3 test_efficientnet_evos test_efficientnet_gn test_efficientnet_ln test_mambaout test_nfnet
+    mobilenetv3_small_050 lcnet_035 tinynet_e mobilevit_xxs edgenext_xx_small mnasnet_small dla46_c regnetx_002
+    ghostnet_050 semnasnet_075 xcit_nano_12_p16_224"""
+TORCHVISION = "squeezenet1_1 shufflenet_v2_x0_5 mobilenet_v2"
+
+
+class OnImages(nn.Module):
+    """A model of something else between images and three classes."""
+
+    def __init__(self, inner: nn.Module, read: Callable[[nn.Module, Tensor], Tensor], width: int) -> None:
+        super().__init__()
+        self.inner, self.head, self.read = inner, nn.Linear(width, 3), read
+
+    def forward(self, images: Tensor) -> Tensor:
+        made: Tensor = self.head(self.read(self.inner, images))
+        return made
+
+
+def _unet(load: Callable[[str], Any]) -> nn.Module:
+    made = load("diffusers").UNet2DModel(
+        sample_size=32,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        attention_head_dim=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    return OnImages(made, lambda inner, x: inner(x, 3).sample.mean((2, 3)), 3)
+
+
+def _autoencoder(load: Callable[[str], Any]) -> nn.Module:
+    kinds = dict(down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",))
+    made = load("diffusers").AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=2, **kinds)
+    return OnImages(made, lambda inner, x: inner(x).sample.mean((2, 3)), 3)
+
+
+def _x_transformer(load: Callable[[str], Any], **options: Any) -> nn.Module:
+    library = load("x_transformers")
+    layers = library.Encoder(dim=32, depth=2, heads=2, attn_dim_head=16, **options)
+    made = library.ContinuousTransformerWrapper(dim_in=96, dim_out=8, max_seq_len=32, attn_layers=layers)
+    return OnImages(made, lambda inner, x: inner(x.transpose(1, 2).flatten(2)).mean(1), 8)
+
+
+def _of_timm(name: str) -> Callable[[Callable[[str], Any]], nn.Module]:
+    return lambda load: load("timm").create_model(name, num_classes=3, drop_rate=0.0)
+
+
+def _of_torchvision(name: str) -> Callable[[Callable[[str], Any]], nn.Module]:
+    def make(load: Callable[[str], Any]) -> nn.Module:
+        made: nn.Module = load("torchvision").models.get_model(name, num_classes=3)
+        for part in made.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+        return made
+
+    return make
+
+
+# Models that are no language models: made by other libraries, which a function imports.
+NETWORKS: dict[str, Callable[[Callable[[str], Any]], nn.Module]] = {
+    **{f"{name} (timm)": _of_timm(name) for name in TIMM.split()},
+    **{f"{name} (torchvision)": _of_torchvision(name) for name in TORCHVISION.split()},
+    "UNet2D (diffusers)": _unet,
+    "AutoencoderKL (diffusers)": _autoencoder,
+    "Encoder (x-transformers)": _x_transformer,
+    "Encoder, rotary and GLU (x-transformers)": lambda load: _x_transformer(load, rotary_pos_emb=True, ff_glu=True),
+}
+
+
 def write_table(results: Mapping[tuple[str, str], str]) -> str:
     """The page of families and layouts: what was shown of each."""
     columns = [*dict.fromkeys(layout for _, layout in results)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,87 @@ def test_drawn_tokens_are_those_of_the_dense_model_with_the_same_seed(world: Ran
 def test_a_model_that_is_not_sharded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="ShardedTrainer trains a model that shard_module sharded by a ModelPlan"):
         shardwise.hf.ShardedTrainer(FAMILIES["bert"].build(transformers), arguments(tmp_path, 1))
+
+
+def train_with_smoothing(layout: str | None, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """The Trainer's own label smoothing makes a loss of the outputs for this rank's rows."""
+    model, data = FAMILIES["llama"].build(transformers), Sentences()
+    options = arguments(folder, 2 if layout else 4, save_strategy="no", label_smoothing_factor=0.1)
+    if layout is None:
+        trainer = transformers.Trainer(model, options, train_dataset=data)
+    else:
+        start_accelerate()
+        shard_module(model, shardwise.hf.plan(model, LAYOUTS[layout]))
+        trainer = shardwise.hf.ShardedTrainer(model, options, train_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {n: p.full() if isinstance(p, ShardedTensor) else p.detach() for n, p in model.named_parameters()}
+
+
+def test_a_loss_of_rows_is_averaged_over_the_parts_of_a_batch(world: Ranks, tmp_path: Path) -> None:
+    expected = train_with_smoothing(None, tmp_path)
+    for found in world.run(train_with_smoothing, "dp2", tmp_path):
+        assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def make_tokenizer() -> Any:
+    tokenizers = import_or_skip("tokenizers")
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", bos_token="w1", eos_token="w2")
+
+
+def train_with_trl(kind: str, layout: str | None, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    if layout is not None:
+        start_accelerate()
+    trl, datasets = import_or_skip("trl"), import_or_skip("datasets")
+    rows = [row["input_ids"].tolist() for row in Sentences().rows]
+    texts = [[f"w{token}" for token in row] for row in rows]
+    more: dict[str, Any] = dict(processing_class=make_tokenizer())
+    model = FAMILIES["llama"].build(transformers)
+    base = getattr(trl, f"{kind}Trainer")
+    if layout is not None:
+        shard_module(model, shardwise.hf.plan(model, LAYOUTS[layout]))
+        base = type("Sharded", (shardwise.hf.ShardedTrainer, base), {})
+    options: dict[str, Any] = dict(gradient_checkpointing=False, bf16=False)
+    if kind == "SFT":
+        data = [{"input_ids": row, "labels": row} for row in rows]
+    elif kind == "DPO":
+        parts = [{"prompt": row[:3], "chosen": row[3:6], "rejected": row[5:]} for row in texts]
+        data = [{name: " ".join(words) for name, words in part.items()} for part in parts]
+        more["ref_model"] = FAMILIES["llama"].build(transformers)
+        if layout is not None:
+            shard_module(more["ref_model"], shardwise.hf.plan(more["ref_model"], LAYOUTS[layout]))
+    else:
+        data = [{"prompt": " ".join(row[:4])} for row in texts]
+        more["reward_funcs"] = lambda completions, **_: [float(len(set(text.split()))) for text in completions]
+        options |= dict(num_generations=2, max_completion_length=4, beta=0.0)
+    made = transformers.TrainingArguments.to_dict(
+        arguments(folder, 2 if layout == "dp2" else 4, **(dict(save_strategy="no")))
+    )
+    keep = (
+        "per_device_train_batch_size max_steps logging_steps learning_rate optim optim_args data_seed use_cpu report_to"
+    )
+    options |= {name: made[name] for name in keep.split()}
+    settings = getattr(trl, f"{kind}Config")(str(folder), save_strategy="no", disable_tqdm=True, **options)
+    trainer = base(model=model, args=settings, train_dataset=datasets.Dataset.from_list(data), **more)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {n: p.full() if isinstance(p, ShardedTensor) else p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("SFT", "tp2"), ("SFT", "dp2"), ("DPO", "tp2"), ("DPO", "dp2"), ("GRPO", "tp2")]
+)
+def test_the_trainers_of_trl(
+    world: Ranks, kind: str, layout: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Drawn completions of GRPO are others where each rank draws its own, so only the layout without parts is equal."""
+    import_or_skip("trl")
+    record_property("family", f"{kind}Trainer (trl)")
+    record_property("layout", layout)
+    expected = train_with_trl(kind, None, tmp_path)
+    for found in world.run(train_with_trl, kind, layout, tmp_path):
+        assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    record_property("shown", "T")

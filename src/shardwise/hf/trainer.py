@@ -168,7 +168,7 @@ class _LossOfRows:
                 return value
             own = value.view_as(value)
             if value.ndim and value.shape[0] == rows:
-                own.register_hook(lambda gradient: gradient / self.parts)
+                own.register_hook(lambda gradient: gradient / self.parts)  # type: ignore[no-untyped-call]  # in torch
                 self._rows.add(own.grad_fn)
             else:
                 self._whole.add(own.grad_fn)

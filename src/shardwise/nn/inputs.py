@@ -334,7 +334,8 @@ def _place_tensors(
 
 def _refuse_transforms(tensors: Sequence[Tensor], comm: Comm) -> None:
     """Raise where torch follows plain inputs in its own ways, which do not see what the ranks send each other."""
-    if torch.jit.is_tracing() or (proxy_mode() is not None and not isinstance(comm, StandInComm)):
+    traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # untyped in torch
+    if traced or (proxy_mode() is not None and not isinstance(comm, StandInComm)):
         raise UnsupportedOpError(RECORDS_ONE_RANK)
     if any(map(is_transformed_tensor, tensors)):
         raise UnsupportedOpError(
@@ -589,10 +590,11 @@ def _fill_up_prompts(args: Any, kwargs: dict[str, Any], by: ShardedBy) -> tuple[
     pads, ids = by.plan.pad_inputs, args[0] if args else kwargs.get("input_ids")
     mask = kwargs.get("attention_mask")
     asked = pads and isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.ndim == mask.ndim == 2
-    lengths = gather_values(by.comm, ids.shape[1] if asked else None, label="generate: lengths of prompts")
+    own = ids.shape[1] if asked and ids is not None else None
+    lengths = gather_values(by.comm, own, label="generate: lengths of prompts")
     if not asked or None in lengths.values():
         return args, kwargs, 0
-    assert pads is not None and isinstance(ids, Tensor)
+    assert pads is not None and isinstance(ids, Tensor) and isinstance(mask, Tensor)
     added = max(lengths.values()) - ids.shape[1]
     filled = F.pad(ids, (added, 0), value=pads.get("input_ids", 0))
     kwargs = {**kwargs, "attention_mask": F.pad(mask, (added, 0))}
