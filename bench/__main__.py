@@ -26,6 +26,7 @@ from bench import (
     ops_share,
     page,
     plans,
+    sequences,
     sync,
 )
 from bench.compare import compare, machine_of, read
@@ -44,6 +45,7 @@ SECTIONS: dict[str, Section] = {
     "ops_share": lambda tiny: ops_share.run(ops_share.TINY if tiny else ops_share.OpShareBenchSizes()),
     "compile": lambda tiny: compiled.run(compiled.TINY if tiny else compiled.CompileBenchSizes()),
     "modules": lambda tiny: modules.run(modules.TINY if tiny else modules.ModuleBenchSizes()),
+    "sequences": lambda tiny: sequences.run(sequences.TINY if tiny else sequences.SequenceBenchSizes()),
     "move": lambda tiny: move.run(move.TINY if tiny else move.MoveBenchSizes()),
     "gpu": lambda tiny: gpu.run(gpu.TINY if tiny else gpu.GpuBenchSizes()),
     "gpu_step": lambda tiny: gpu_step.run(gpu_step.TINY if tiny else gpu_step.GpuStepSizes()),
