@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from shardwise import __version__, layout_from_json, parse_layout, plan_transfer
 from shardwise.cli.demo import Chapter, draw_after, draw_before, explain_transfer
-from shardwise.cli.main import app
+from shardwise.cli.main import COMMANDS, app, first_sentence
 from shardwise.cli.output import parse_bytes, pointer_lines, shorten_title
 from shardwise.geometry import LayoutError
 from shardwise.view import line, plain_text
@@ -281,6 +282,18 @@ def test_no_command_loads_torch_and_plain_text_needs_no_rich(arguments: tuple[st
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "loaded:"
+
+
+def test_help_loads_what_it_prints_and_nothing_else() -> None:
+    """Not NumPy, a server, or any command; each has its first sentence all the same."""
+    code = "import sys; from shardwise.cli.main import app\ntry: app(['--help'])\nexcept SystemExit: pass\n"
+    names = {"numpy", "http.server", "torch", "rich", "shardwise.cli.plan"}
+    code += f"print('loaded:', *sorted({names!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout.splitlines()[-1] == "loaded:"
+    for name in COMMANDS:
+        command = typer.main.get_command(app).get_command(None, name)  # type: ignore[attr-defined]  # a group
+        assert " ".join(first_sentence(command.help).split()) in " ".join(done.stdout.split()), name
 
 
 PROGRAM = "import sys; from shardwise.cli.main import app; sys.argv[0] = 'shardwise'; app()"

@@ -7,7 +7,7 @@ How does a command end? With an exit status; an error is one red line, without a
 0: done, or yes. 1: the answer is no (different, broken, wrong). 2: the request is invalid or cannot be read.
 130: interrupted. 141: the reader of the output went away.
 
-With `--json` an error is the one JSON document on standard output. Wrong arguments are errors like any other.
+With `--json` an error is the one JSON document on standard output. `cli/main.py` ends commands this way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.geometry import LayoutError, NotationError
@@ -128,91 +127,10 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], left: int 
 
 BEFORE, AROUND = 50, 76
 NO, UNUSABLE, INTERRUPTED, NO_READER = 1, 2, 130, 141
-_AS_JSON = "json"
+REPORTED = (LayoutError, CheckpointError, OSError)  # in one line, without a traceback
 
 
-class Commands(TyperGroup):
-    """The group of all commands; it turns errors into messages, and lists the commands with their whole first line."""
-
-    def main(
-        self,
-        args: Any = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        *rest: Any,
-        **options: Any,
-    ) -> Any:
-        """Run the command line; what it cannot read is one line, as every error."""
-        _open_missing_streams()
-        given = [str(word) for word in (sys.argv[1:] if args is None else args)]
-        if not standalone_mode or not given:
-            return super().main(given, prog_name, complete_var, standalone_mode, *rest, **options)
-        as_json = "--json" in given
-        try:
-            status = super().main(given, prog_name, complete_var, False, *rest, obj={_AS_JSON: as_json}, **options)
-        except typer.Abort:
-            print("interrupted", file=sys.stderr)
-            sys.exit(INTERRUPTED)
-        except Exception as error:
-            if not hasattr(error, "format_message"):  # what the arguments' parser raises, and nothing else, has it
-                raise
-            report_error(LayoutError(usage_message(error)), as_json)
-            sys.exit(UNUSABLE)
-        sys.exit(status if isinstance(status, int) else 0)
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            try:
-                return super().invoke(ctx)
-            finally:
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
-            _discard_output()
-            raise typer.Exit(NO_READER) from None
-        except (LayoutError, CheckpointError, OSError) as error:
-            report_error(error, isinstance(ctx.obj, dict) and bool(ctx.obj.get(_AS_JSON)))
-            raise typer.Exit(UNUSABLE) from error
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """List all commands, each with the first sentence of its help, on as many lines as that takes."""
-        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, first_sentence(each.help or "")) for name, each in commands.items() if each])
-
-
-def first_sentence(text: str) -> str:
-    """The first sentence of a help text, on one line.
-
-    >>> first_sentence("Draw a layout,\\nin colour. More about it.")
-    'Draw a layout, in colour'
-    """
-    return " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
-
-
-def usage_message(error: Any) -> str:
-    """What is wrong with the arguments, and where to look.
-
-    >>> import typer
-    >>> usage_message(typer.BadParameter("'x' is not a number."))
-    "invalid value: 'x' is not a number; see --help"
-    """
-    text = error.format_message().rstrip(".").replace(". Did you mean", "; did you mean")
-    command = f"{error.ctx.command_path} --help" if getattr(error, "ctx", None) is not None else "--help"
-    return f"{text[:1].lower()}{text[1:]}{'' if text.endswith('?') else f'; see {command}'}"
-
-
-def _open_missing_streams() -> None:
-    """Let what is written to a stream that was closed (`>&-`) go nowhere: Python has None in its place."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the process ends
-
-
-def _discard_output() -> None:
+def discard_output() -> None:
     """Let what is still to be written go nowhere, or Python complains when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
@@ -238,7 +156,7 @@ def report_error(error: Exception, as_json: bool) -> None:
             sys.stdout.flush()
             return
         except OSError:  # a full disk: there is no place for the document
-            _discard_output()
+            discard_output()
     print_error(error)
 
 

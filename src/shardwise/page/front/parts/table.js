@@ -2,7 +2,7 @@
 //
 // `columns` are {title, value(row), text(row), search(row), kind, width}: value sorts, text is shown and searched, unless
 // `search` says what is searched instead. With `fold`, {key(row), name(row)}, rows with equal keys whose names differ in
-// numbers only are one row, which opens.
+// numbers only are one row, which opens. A table narrower than `least` can be scrolled sideways.
 
 import { element, uniqueId } from "./dom.js";
 import { formatCount } from "./format.js";
@@ -11,7 +11,7 @@ const ROW_HEIGHT = 30;
 const BEYOND = 8;
 const PRINTED = 400;
 
-export function createTable({ columns, rows, what, onchoose, label, height = 420, sorted = null, fold = null }) {
+export function createTable({ columns, rows, what, onchoose, label, height = 420, sorted = null, fold = null, least = null }) {
   const groups = fold ? findGroups(rows, fold) : new Map();
   const state = { order: sorted, search: "", shown: rows, chosen: null, opened: new Set() };
   const body = element("tbody");
@@ -45,7 +45,7 @@ export function createTable({ columns, rows, what, onchoose, label, height = 420
   scroll.append(
     element(
       "table",
-      { id, "aria-label": label, "aria-rowcount": rows.length, style: { minWidth: `${columns.length * 92}px` } },
+      { id, "aria-label": label, "aria-rowcount": rows.length, style: { minWidth: least || `${columns.length * 92}px` } },
       element("thead", {}, element("tr", {}, ...heads)),
       body,
     ),

@@ -9,6 +9,8 @@ import { createTable } from "../parts/table.js";
 import { announce } from "../parts/tooltip.js";
 import { axisChips, createLayoutPanel } from "./layout_panel.js";
 
+const SIDE_BY_SIDE = 240; // pixels of the longest layout, up to which the table leaves room for the picture
+
 export function showCheckpoint(root, facts, { served }) {
   const tensors = facts.tensors.map(([name, dtype, shape, layout, bytes, files, picture], number) => ({
     name,
@@ -21,8 +23,11 @@ export function showCheckpoint(root, facts, { served }) {
     number,
   }));
   const detail = element("div", {}, element("p", { class: "empty" }, "Choose a tensor to see who holds what."));
+  const wide = layoutWidth(facts);
+  const long = wide > SIDE_BY_SIDE;
   const table = createTable({
     what: "tensor",
+    least: `${570 + wide}px`,
     label: "Tensors",
     rows: tensors,
     columns: tensorColumns(facts),
@@ -31,8 +36,8 @@ export function showCheckpoint(root, facts, { served }) {
   });
   root.append(
     figures(checkpointFigures(facts, tensors)),
-    card("Tensors", "", { class: "wide", "data-card": "tensors" }, table.node),
-    card("Layout", "", { class: "narrow", "data-card": "layout", "aria-live": "polite" }, detail),
+    card("Tensors", "", { class: long ? "" : "wide", "data-card": "tensors" }, table.node),
+    card("Layout", "", { class: long ? "half" : "narrow", "data-card": "layout", "aria-live": "polite" }, detail),
     element("div", { class: "half column" }, balanceCard(facts), typesCard(tensors)),
     filesCard(facts),
   );
@@ -44,27 +49,32 @@ export function showCheckpoint(root, facts, { served }) {
 
 function tensorColumns(facts) {
   const fileNames = (tensor) => tensor.files.map((number) => facts.files[number][0]).join(" ");
-  const longest = facts.tensors.reduce((most, [, , , layout]) => Math.max(most, (layout || "").length), 8);
   return [
-    { title: "tensor", value: (t) => t.name, text: (t) => t.name, code: true, width: "34%" },
-    { title: "dtype", value: (t) => t.dtype, text: (t) => t.dtype, width: "9%" },
+    { title: "tensor", value: (t) => t.name, text: (t) => t.name, code: true },
+    { title: "dtype", value: (t) => t.dtype, text: (t) => t.dtype, width: "70px" },
     {
       title: "shape",
       value: (t) => t.shape.reduce((a, b) => a * b, 1),
       text: (t) => formatShape(t.shape),
-      width: "13%",
+      width: "112px",
     },
-    { title: "layout", value: (t) => t.layout || "", text: (t) => t.layout || "whole", code: true, width: `${Math.min(64, longest + 3)}ch` },
-    { title: "bytes", kind: "number", value: (t) => t.bytes, text: (t) => formatBytes(t.bytes), width: "11%" },
+    { title: "layout", value: (t) => t.layout || "", text: (t) => t.layout || "whole", code: true, width: `${layoutWidth(facts)}px` },
+    { title: "bytes", kind: "number", value: (t) => t.bytes, text: (t) => formatBytes(t.bytes), width: "90px" },
     {
       title: "files",
       kind: "number",
       value: (t) => t.files.length,
       text: (t) => String(t.files.length),
       search: fileNames,
-      width: "8%",
+      width: "60px",
     },
   ];
+}
+
+// Layouts are shown whole, up to 80 letters; beyond, the card beside the table has them.
+function layoutWidth(facts) {
+  const longest = facts.tensors.reduce((most, [, , , layout]) => Math.max(most, (layout || "").length), 8);
+  return Math.round(24 + 7.9 * Math.min(80, longest));
 }
 
 function checkpointFigures(facts, tensors) {

@@ -24,7 +24,6 @@ export function showPlan(root, facts, { served, show }) {
   root.append(
     ...(served ? [createPlanEditor(facts, show)] : []),
     facts.plans.length > 1 ? compareCard(facts) : figures(planFigures(facts)),
-    ...(served ? [] : facts.plans.map((plan) => planFileCard(plan))),
     memoryCard(facts),
     trafficCard(facts),
     ...unevenCards(facts),
@@ -36,12 +35,14 @@ export function showPlan(root, facts, { served, show }) {
       table.node,
     ),
     movesCard(facts),
+    ...(served ? [] : facts.plans.map(planFileCard)),
   );
 }
 
 function planFileCard(plan) {
   const buttons = planFileButtons(plan.name, async () => plan.toml);
-  return card(`The plan ${plan.name}`, "", { "data-card": "plan-file" }, buttons);
+  const text = element("pre", { class: "file" }, ...plan.toml.split("\n").flatMap((row) => [row, element("br")]));
+  return card(plan.name, "", { class: "half", "data-card": "plan-file" }, buttons, text);
 }
 
 function planFigures(facts) {
