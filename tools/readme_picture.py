@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardwise import Layout, parse_layout, plan_transfer
 from shardwise.transfer.transfer import format_bytes
+from shardwise.view import PALETTE, ink_on
 
 WEIGHT = "bf16[6144,4096]"
 STAGES = (
@@ -17,9 +18,8 @@ STAGES = (
     ("train on: fully sharded", "on fsdp=8: S(0)"),
     ("serve: 3 uneven ranks", "on tp=3: S(1) sizes(2048,1024,1024)"),
 )
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8c8c8c")
 PATH = Path(__file__).parents[1] / "docs" / "pictures" / "three_layouts.svg"
-WIDTH, HEIGHT, GAP, TOP, LEFT = 168, 168, 118, 44, 16
+WIDTH, HEIGHT, GAP, TOP, LEFT = 168, 168, 118, 44, 46
 
 
 def draw_svg() -> str:
@@ -55,9 +55,10 @@ def _tiles(layout: Layout, x: float) -> list[str]:
             at = left + band * width
             parts.append(
                 f'<rect x="{at:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" '
-                f'fill="{COLOURS[rank]}" stroke="#ffffff"/>'
+                f'fill="{PALETTE[rank]}" stroke="#ffffff"/>'
             )
-            parts += [_text(at + width / 2, top + height / 2 + 4, str(rank), 11)] if height > 12 else []
+            if height > 12:
+                parts.append(_text(at + width / 2, top + height / 2 + 4, str(rank), 11, ink=ink_on(PALETTE[rank])))
     return parts
 
 
@@ -67,9 +68,9 @@ def _arrow(x: float, label: str) -> list[str]:
     return [_text(x + GAP / 2, y - 12, label, 13, "bold"), line, _text(x + GAP / 2, y + 22, "the lower bound", 11)]
 
 
-def _text(x: float, y: float, text: str, size: int, weight: str = "normal") -> str:
+def _text(x: float, y: float, text: str, size: int, weight: str = "normal", ink: str = "#1f2328") -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="middle" font-size="{size}" font-weight="{weight}"'
-    return f'<text {place} fill="#1f2328">{text}</text>'
+    return f'<text {place} fill="{ink}">{text}</text>'
 
 
 if __name__ == "__main__":

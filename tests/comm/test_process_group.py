@@ -43,7 +43,7 @@ DTYPES = [
 
 COMBINE = {"sum": torch.add, "avg": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 world = world_fixture(3)
-agreement: Any = import_module("shardwise.comm.agree")  # the package has a function of that name
+faults: Any = import_module("shardwise.comm.faults")
 both_transports = pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 _comms: dict[bool, ProcessGroupComm] = {}
 
@@ -421,17 +421,18 @@ def test_launch_explains_what_cannot_be_sent() -> None:
 
 
 def what_is_printed(shared: bool) -> list[str]:
-    """What a rank prints of an error that nobody catches: of one that all ranks raise, and of one of its own."""
+    """What a rank prints of errors that nobody catches: one that all agree on, one of its own, one that all raise."""
     comm, printed = comm_for(shared), []
-    for everywhere in (True, False):
-        error: Exception = ValueError("of this rank")
-        try:
-            agree(comm, {"x": comm.rank}, label="call")
-        except DisagreementError as found:
-            error = found if everywhere else error
-        with redirect_stderr(StringIO()) as text, patch.object(agreement, "_LATER_SECONDS", 0.0):
+    errors: list[Exception] = [ValueError(f"of rank {comm.rank}"), ValueError(f"of every rank, {shared=}")]
+    try:
+        agree(comm, {"x": comm.rank}, label="call")
+    except DisagreementError as found:
+        errors.insert(0, found)
+    for error in errors:
+        with redirect_stderr(StringIO()) as text, patch.object(faults, "_LATER_SECONDS", 0.0):
             sys.excepthook(type(error), error, error.__traceback__)
         printed.append(text.getvalue())
+        comm.barrier(label="printed")
     return printed
 
 
@@ -440,10 +441,11 @@ def test_one_rank_prints_what_all_of_them_raise(world: Ranks, shared: bool) -> N
     first, *others = world.run(what_is_printed, shared)
     text = "'call': the ranks pass different arguments: x is 0 on rank 0"
     assert text in first[0] and "Traceback (most recent call last)" in first[0]
-    for rank, (said, own) in enumerate(others, 1):
+    assert "ValueError: of rank 0" in first[1] and "ValueError: of every rank" in first[2]
+    for rank, (said, own, same) in enumerate(others, 1):
         assert said == f"[rank{rank}]: DisagreementError: the same error as on rank 0\n"
-        assert "ValueError: of this rank" in own
-    assert "ValueError: of this rank" in first[1]
+        assert f"ValueError: of rank {rank}" in own
+        assert same == f"[rank{rank}]: ValueError: the same error as on rank 0\n"
 
 
 def different_calls(shared: bool) -> tuple[str, bool, int]:

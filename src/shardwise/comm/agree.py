@@ -18,11 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -253,25 +251,8 @@ def raise_problems(problems: Mapping[int, str], label: str, comm: Comm, own: str
 def print_once(error: E, comm: Comm) -> E:
     """Let the first rank of a comm speak for all: where nobody catches it, the others print one line in its place."""
     if comm.process_group is not None and comm.rank != comm.ranks[0]:
-        error.__dict__["_printed_by"] = comm.rank, comm.ranks[0]
-        if sys.excepthook is not _print_uncaught:
-            _previous_hooks.append(sys.excepthook)
-            sys.excepthook = _print_uncaught
+        error.__dict__["_printed_by"] = comm.rank, comm.ranks[0]  # `faults.speak_once` prints
     return error
-
-
-_previous_hooks: list[Callable[..., Any]] = []
-_LATER_SECONDS = 1.0  # the first process that ends makes torchrun stop the others, which may not have printed yet
-
-
-def _print_uncaught(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-    """Print an error that ends the process, in one line if another rank prints it too."""
-    own, first = error.__dict__.get("_printed_by", (0, None))
-    if first is None:
-        _previous_hooks[-1](kind, error, at)
-        return
-    print(f"[rank{own}]: {kind.__name__}: the same error as on rank {first}", file=sys.stderr, flush=True)
-    time.sleep(_LATER_SECONDS)
 
 
 def label_error(error: Exception, label: str) -> Exception:

@@ -1,7 +1,8 @@
 """Who broke a collective: the ranks of a world leave notes in torch's store and read each other's.
 
 1. A rank whose collective fails notes its label and whom it blames. A rank that waits long notes for whom.
-   A rank that raises outside a collective notes that (`report_exception`).
+   A rank that raises outside a collective notes that (`report_exception`). What ends every rank alike is printed by
+   the first one (`speak_once`).
 2. A rank whose collective fails then reads the notes of the ranks it blames, for a short grace. One that noted nothing
    has died, hangs, or never called; one that blames or awaits others passes the blame on to them.
 3. Whose connection ended is not excused by waiting, only by having failed before. Whoever sees it end notes that for
@@ -25,6 +26,7 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -32,6 +34,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass
+from types import TracebackType
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -156,6 +159,38 @@ def to_transport_error(error: BaseException, suspects: Iterable[int]) -> Transpo
 def report_exception(rank: int, error: BaseException) -> None:
     """Record for all ranks that this rank raised, so that the others can say so."""
     _write_note(f"{_PREFIX}/rank/{rank}", FaultNote(0, "", f"{type(error).__name__}: {error}"[:500]), wait=True)
+
+
+_UNCAUGHT_SECONDS = 0.5  # for the first rank to note what ends it
+_LATER_SECONDS = 1.0  # the first process that ends makes torchrun stop the others, which may not have printed yet
+_hooks: list[Callable[..., object]] = []
+
+
+def speak_once() -> None:
+    """Let the first rank print for all what ends every rank of the world with the same error."""
+    if not _hooks:
+        _hooks.append(sys.excepthook)
+        sys.excepthook = _print_uncaught
+
+
+def _print_uncaught(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+    """Print an error that ends the process: in one line if all ranks agreed on it, or if it ends the first one too."""
+    printed: tuple[int, int] | None = error.__dict__.get("_printed_by")
+    if printed is None and dist.is_initialized() and issubclass(kind, Exception):
+        rank, key = dist.get_rank(), f"{_PREFIX}/uncaught"
+        mine = FaultNote(0, "", f"{kind.__name__}: {error}"[:4000])
+        if rank == 0:
+            _write_note(key, mine, wait=True)
+        deadline, first = time.monotonic() + _UNCAUGHT_SECONDS, None
+        while rank > 0 and first is None and time.monotonic() < deadline:
+            first = _read_note(key)
+            time.sleep(0.02)
+        printed = (rank, 0) if first == mine else None
+    if printed is None:
+        _hooks[0](kind, error, at)
+        return
+    print(f"[rank{printed[0]}]: {kind.__name__}: the same error as on rank {printed[1]}", file=sys.stderr, flush=True)
+    time.sleep(_LATER_SECONDS)
 
 
 class FaultLog:

@@ -45,7 +45,7 @@ from shardwise._torch import Store, default_store, group_backends, group_name, n
 from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.agree import agree_on_request, check_digests, name_ranks
 from shardwise.comm.background import BackgroundCall, BackgroundQueue
-from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_transport_error
+from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, speak_once, to_transport_error
 from shardwise.comm.local import default_device, number_device
 from shardwise.comm.protocol import (
     DEFAULT_TIMEOUT,
@@ -497,6 +497,7 @@ def _topology_of(ranks: tuple[int, ...], hosts: tuple[int, ...] | None) -> Topol
 
 
 def _new_fault_log(group: dist.ProcessGroup, rank: int) -> FaultLog:
+    speak_once()
     name = group_name(group)
     _comms_made[name, rank] += 1
     return FaultLog(name, _comms_made[name, rank], rank)

@@ -174,11 +174,10 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     >>> x = run_local(lambda: shard(torch.arange(4), "tp: S(0)"), 2)[1]
     >>> x.sharding.pieces[1], x.local_parts, x.comm.rank
     (Piece(...), (tensor([2, 3]),), 1)
-
-    They have slots, which are read and set faster than other attributes. `_fingerprint` is what the fast path keeps of
-    a tensor; `_forget` drops it where a method replaces the layout or the local tensors.
     """
 
+    # Slots are read and set faster than other attributes. `_fingerprint` is what the fast path keeps of a tensor;
+    # `_forget` drops it where a method replaces the layout or the local tensors.
     __slots__ = ("_fingerprint", "comm", "local_parts", "sharding")
     sharding: Layout
     local_parts: tuple[Tensor, ...]
