@@ -519,3 +519,25 @@ def test_saves_in_the_background_copy_into_the_memory_of_the_last_one(tmp_path: 
 
     (places,) = run_local(save, 1)
     assert places[0] == places[1]
+
+
+def test_a_copy_is_stored_once(tmp_path: Path) -> None:
+    """Groups whose parts are on several ranks, saved and loaded into other layouts and back."""
+    whole = torch.arange(96, dtype=torch.float32).reshape(48, 2)
+    copies = "on tp=4: S(0) groups(32,8 each 2,8 each 2) unit(4)"
+
+    def body(comm: Comm) -> None:
+        shardwise.save({"w": shardwise.shard(whole.clone(), copies)}, tmp_path / "copies")
+        shardwise.save({"w": shardwise.shard(whole.clone(), "on tp=4: S(1)")}, tmp_path / "columns")
+        for name, layout in (("copies", copies), ("copies", "on tp=4: S(0)"), ("columns", copies)):
+            found = shardwise.shard(torch.zeros(48, 2), layout)
+            shardwise.load({"w": found}, tmp_path / name)
+            assert torch.equal(found.full(), whole)
+            assert shardwise.digest(found) == shardwise.digest(shardwise.shard(whole, "on tp=4: R"))
+
+    run_local(body, 4)
+    stored = 0
+    for path in (tmp_path / "copies").rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            stored += sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118  # no dict
+    assert stored == whole.nbytes

@@ -225,3 +225,48 @@ def test_a_mixture_of_experts_runs_without_a_graph_and_says_where() -> None:
     for text, is_left_open in ended:
         assert "runs without a graph: ranks 0, 1: DataDependentOutputException" in text
         assert "(at test_programs.py:" in text and not is_left_open
+
+
+class Grouped(nn.Module):
+    """Heads of queries and one of keys, in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 2
+        self.qkv, self.out = nn.Linear(WIDTH, 12, bias=False), nn.Linear(8, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 2)).transpose(1, 2) for t in self.qkv(x).split((8, 2, 2), -1))
+        y: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+        return y
+
+
+def test_a_whole_step_sums_the_gradients_of_copies() -> None:
+    """Parameters with copies have a hook, which is part of the graph: nothing falls back, which would warn."""
+    torch.manual_seed(0)
+    dense, x = Grouped().double(), numbers(2, 3, WIDTH)
+    start = {name: value.clone() for name, value in dense.state_dict().items()}
+    plan = ModelPlan(Mesh.of(tp=2), {"qkv.weight": "S(0) groups(8,2,2)", "out.weight": "S(1)"}, input_plan="replicated")
+
+    def train(model: nn.Module, compiled: bool) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(batch: Tensor) -> Any:
+            optimizer.zero_grad()
+            loss = model(batch).pow(2).sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = shardwise.compile(step, backend="eager") if compiled else step
+        return [float(run(x).detach()) for _ in range(3)]
+
+    def body(comm: Comm) -> list[float]:
+        model = Grouped().double()
+        model.load_state_dict(start)
+        return train(shard_module(model, plan), compiled=True)
+
+    assert "each 2" in str(plan.specs(dense)["qkv.weight"].placements[0].format())
+    expected = train(dense, compiled=False)
+    for found in run_local(body, 2):
+        assert_close(found, expected)

@@ -132,6 +132,8 @@ def test_dtensor_takes_even_units_and_refuses_others() -> None:
     def body(comm: Comm) -> None:
         with pytest.raises(LayoutError, match=r"Shard\(0, unit=4\) on axis 'tp' has no counterpart in DTensor"):
             to_dtensor(shard(ramp(12, grad=False), "on tp=2: S(0) unit(4)", None))
+        with pytest.raises(LayoutError, match=r"Shard\(0, each=\(2,\)\) on axis 'tp' has no counterpart in DTensor"):
+            to_dtensor(shard(ramp(12, grad=False), "on tp=2: S(0) each 2", None))
 
     run_local(body, 2)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardwise._torch import has_accumulate_hooks
 from shardwise.comm import Comm
 from shardwise.comm.stand_in import CommTrace, NotTraceableError
+from shardwise.tensor.autograd_mixin import SumOfCopies
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 Container: TypeAlias = MutableMapping[Any, Any] | MutableSequence[Any]
@@ -179,10 +180,16 @@ def _replace_plain(state: ProgramState, slot: PlainSlot, old: Tensor, new: Tenso
             optimizer.state[new] = optimizer.state.pop(old)
 
 
+def _has_hooks(tensor: Tensor) -> bool:
+    """Whether a tensor has hooks for its gradient besides the sum of copies, which a graph has too."""
+    others = [hook for hook in (tensor._backward_hooks or {}).values() if not isinstance(hook, SumOfCopies)]
+    return bool(others) or has_accumulate_hooks(tensor)
+
+
 def check_traceable(state: ProgramState, in_step: bool) -> None:
     """Raise if something about the state cannot be part of a graph."""
     for tensor in state.sharded:
         if not tensor.local_parts:
             raise NotTraceableError(f"rank {tensor.comm.rank} has no part of a tensor of the program: {tensor!r}")
-    if in_step and any(t._backward_hooks or has_accumulate_hooks(t) for t in state.local_tensors()):
+    if in_step and any(_has_hooks(t) for t in state.local_tensors()):
         raise NotTraceableError("parameters have hooks for their gradients, which a whole training step would not call")

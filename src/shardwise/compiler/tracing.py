@@ -45,6 +45,7 @@ from shardwise.compiler.schedule import find_gathers_made_again
 from shardwise.compiler.state import NOT_AGAIN, ProgramState, computing_with_tensors, swap_tensors
 from shardwise.geometry import Layout
 from shardwise.ops.implicit_replication import copy_mesh_note
+from shardwise.tensor.autograd_mixin import SumOfCopies
 from shardwise.tensor.random import DrawTrace, trace_draws
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -303,7 +304,10 @@ class FlatProgram:
     def _enter_step(self, tensor: Tensor, real: Tensor) -> Tensor:
         if not self.in_step or not real.requires_grad:
             return tensor
-        return tensor.detach().requires_grad_()
+        leaf = tensor.detach().requires_grad_()
+        if (summed := SumOfCopies.find(real)) is not None:
+            leaf.register_hook(summed)  # type: ignore[no-untyped-call]  # untyped in torch
+        return leaf
 
     def _describe(self, returned: Any) -> list[Tensor]:
         values, structure = flatten_nest(returned)
