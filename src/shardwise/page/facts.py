@@ -140,7 +140,11 @@ def _words(placement: Placement, ndim: int) -> str:
     if placement.sizes is not None:
         return f"{text} in given sizes"
     if placement.groups is not None:
-        return f"{text}, each of {len(placement.groups)} groups on its own"
+        text += f", each of {len(placement.groups)} groups on its own"
+        copied = [str(number) for number, copies in enumerate(placement.each or ()) if copies > 1]
+        return text + (f"; parts of group {' and '.join(copied)} are on several ranks" if copied else "")
+    if placement.each is not None:
+        return f"{text}, each part on {placement.each[0]} ranks"
     if placement.block is not None:
         return f"{text} in turns of {placement.block}"
     return f"{text} by the owners of its rows" if placement.owners is not None else text
