@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "shardwise.cli.plan:plan",
     "view": "shardwise.cli.view:view",
     "model": "shardwise.cli.model:model",
+    "autoplan": "shardwise.cli.model:autoplan",
     "topology": "shardwise.cli.plan:topology",
     "demo": "shardwise.cli.demo:demo",
     "doctor": "shardwise.cli.doctor:doctor",

@@ -1,5 +1,7 @@
 """`shardwise model`: memory, traffic and time of a training step of a model, before anything is allocated.
 
+`shardwise autoplan`: the plan with the shortest step that fits, and a bound that proves how good it is.
+
 What estimates a step loads torch, which `--help` and the other commands do without: functions import it.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -179,3 +181,120 @@ def estimates_to_json(found: list[Estimate]) -> dict[str, Any]:
 
         data |= {"compare": found[1].to_json(), "resharding_bytes": resharding_bytes(*found)}
     return data
+
+
+Mesh = Annotated[str | None, typer.Option("--mesh", metavar="MESH", help="The axes, as in dp=2,tp=4.")]
+Ranks = Annotated[int | None, typer.Option(min=2, metavar="N", help="Choose the mesh of so many ranks, too.")]
+AllMeshes = Annotated[bool, typer.Option("--sweep", help="Print the plans of all meshes of --ranks.")]
+Global = Annotated[int | None, typer.Option(min=1, metavar="N", help="Sequences of all ranks; one each if left out.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Where to: .toml, .json or .yaml.")]
+Objective = Annotated[str, typer.Option(metavar="NAME", help="seconds, or bytes that are received.")]
+Fix = Annotated[list[str], typer.Option(metavar="PATTERN=PLACEMENTS", help='As in "blocks.*.up.weight=tp: S(0)".')]
+Forbid = Annotated[list[str], typer.Option(metavar="PATTERN=PLACEMENTS", help="Placements that may not be.")]
+Axes = Annotated[str, typer.Option(metavar="NAMES", help="Of the meshes of --ranks.")]
+Seconds = Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For the search on each mesh.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Print what other placements would cost.")]
+NO_PINS: list[str] = []
+
+
+def autoplan(
+    source: Source,
+    mesh: Mesh = None,
+    ranks: Ranks = None,
+    all_meshes: AllMeshes = False,
+    axes: Axes = "dp,tp",
+    batch: Global = None,
+    sequence: Sequence = 4096,
+    optimizer: Optimizer = "adamw",
+    dtype: DtypeText = None,
+    compute_dtype: ComputeDtype = None,
+    topology: TopologyText = None,
+    device: DeviceName = "",
+    memory: Memory = None,
+    again: Again = False,
+    compiled: Compiled = False,
+    objective: Objective = "seconds",
+    fix: Fix = NO_PINS,
+    forbid: Forbid = NO_PINS,
+    time_limit: Seconds = 30.0,
+    explain: Explain = False,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the plan of a model with the shortest step that fits in memory, with a bound that proves how good it is.
+
+    The plan is written to a file, or printed as TOML; `shardwise model --plan`, `load_plan` and `shard_module` take it.
+    The status is 1 if no plan fits.
+
+    \b
+    Examples:
+      shardwise autoplan models:make --mesh dp=2,tp=4 --memory 40GiB --topology topology.toml -o plan.toml
+      shardwise autoplan llama/config.json --ranks 64 --sweep --dtype bf16
+      shardwise autoplan models:make --mesh tp=4 --fix "inputs=replicated" --explain
+    """
+    if (mesh is None) == (ranks is None) or (all_meshes and ranks is None):
+        raise LayoutError("pass one of --mesh and --ranks; --sweep prints all meshes of --ranks")
+    links = topology or "8"
+    options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "compute_dtype": compute_dtype, "again": again}
+    options |= {"topology": find_topology(links), "device": device or read_device(links) or "h100"}
+    options |= {"compiled": compiled, "objective": objective, "time_limit": time_limit}
+    options |= {"memory_limit": None if memory is None else parse_bytes(memory)}
+    options |= {"fix": dict(map(_split_pin, fix)), "forbid": {p: [t] for p, t in map(_split_pin, forbid)}}
+    given = {"batch": batch, "sequence": sequence}
+    if not report_plan(
+        source, mesh, ranks, (all_meshes, tuple(axes.split(",")), explain), options, given, out, as_json
+    ):
+        raise typer.Exit(NO)
+
+
+def _split_pin(text: str) -> tuple[str, str]:
+    pattern, equals, placements = text.partition("=")
+    if not equals:
+        raise LayoutError(f'{text!r} is no pin; write a pattern and placements, as in "blocks.*.up.weight=tp: S(0)"')
+    return pattern.strip(), placements.strip()
+
+
+def report_plan(
+    source: str,
+    mesh: str | None,
+    ranks: int | None,
+    shown: tuple[bool, tuple[str, ...], bool],
+    options: dict[str, Any],
+    given: dict[str, Any],
+    out: Path | None,
+    as_json: bool,
+) -> bool:
+    """Find a plan, write it and print how good it is; whether there is one."""
+    from shardwise.nn import PlanError, save_plan
+    from shardwise.planner import AutoPlanner, sweep
+    from shardwise.planner.rehearsal import load_model
+
+    all_meshes, axes, explain = shown
+    found = None
+    try:
+        with redirect_stdout(sys.stderr):  # the user's module and its forward pass may print
+            loaded = load_model(source)
+            planner = AutoPlanner(mesh or f"{axes[0]}={ranks}", **options)
+            if ranks is not None:
+                found = sweep(planner, loaded.model, ranks, loaded.inputs, axes=axes, **given)
+                plan = found.fastest
+            else:
+                plan = planner.plan(loaded.model, loaded.inputs, **given)
+    except PlanError as error:
+        if "fits" not in str(error):
+            raise LayoutError(str(error)) from error
+        print(error, file=sys.stderr)
+        return False
+    if out is not None:
+        save_plan(plan, out)
+    if as_json:
+        data = {"plan": plan.to_data(), "certificate": asdict(plan.finding.certificate)}
+        data |= {"estimate": plan.finding.estimate.to_json()}
+        print_json(data | ({"sweep": found.to_json()} if found is not None else {}))
+        return True
+    texts = str(found).splitlines() if found is not None and all_meshes else []
+    texts += ["", *str(plan).splitlines()] if out is None else [f"the plan is in {out}"]
+    texts += ["", f"certificate: {plan.finding.certificate}"]
+    texts += ["", *plan.explain().splitlines()] if explain else []
+    print_lines([*map(line, texts), line(), *estimate_lines(loaded, [plan.finding.estimate])], sys.stdout)
+    return True

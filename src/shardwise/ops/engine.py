@@ -47,7 +47,7 @@ from shardwise._torch import (
 from shardwise.comm import Comm, CommError
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.dispatch_cache import is_function_recorded, note_entry, note_operator, note_special
-from shardwise.ops.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry
+from shardwise.ops.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry, show_call
 from shardwise.ops.implicit_replication import (
     MixedTensorsError,
     convert_plain_tensors,
@@ -263,6 +263,8 @@ def _run_own_steps(call: OperatorCall, steps: Steps) -> Any:
 def _run_steps(steps: Steps, call: OperatorCall) -> Any:
     args, kwargs = call.arguments
     result = steps.run(*args, **kwargs)
+    if is_explaining_or_forbidding():
+        show_call(call, [t for t in call.tensors if isinstance(t, ShardedTensor)], result)
     if steps.in_place:
         note_operator(plain=True, wanted=[(args[0], args[0].sharding)], written=[args[0]])
     else:
@@ -346,6 +348,7 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
         copy_mark(tensors[0], outputs)
     if is_explaining_or_forbidding():
         _record_call(f"{name} ({decision.name})" if decision.name else name, decision, outputs)
+        show_call(call, tensors, outputs)
     return outputs if finish is None else finish(outputs)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from shardwise.geometry import Layout, format_rule
 from shardwise.tensor.recorder import WatchedMove, user_line, watch_moves
@@ -67,6 +68,10 @@ class Log:
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
+SeeCall: TypeAlias = Callable[[Any, Sequence[Any], Any], None]
+"""Takes the call of an operator, its tensors as ShardedTensors, and its results."""
+
+_see_call: ContextVar[SeeCall | None] = ContextVar("shardwise_see_call", default=None)
 _log: ContextVar[Log | None] = ContextVar("shardwise_explain", default=None)
 _forbidden: ContextVar[bool] = ContextVar("shardwise_no_communication", default=False)
 active_watchers = [0]
@@ -116,9 +121,28 @@ def no_communication() -> Iterator[None]:
         _forbidden.reset(token)
 
 
+@contextmanager
+def watch_calls(see: SeeCall) -> Iterator[None]:
+    """Show a function each operator that is computed by strategies in a `with` block; no shortcut is taken."""
+    token = _see_call.set(see)
+    active_watchers[0] += 1
+    try:
+        yield
+    finally:
+        active_watchers[0] -= 1
+        _see_call.reset(token)
+
+
+def show_call(call: Any, tensors: Sequence[Any], results: Any) -> None:
+    """Show an operator to who watches."""
+    see = _see_call.get()
+    if see is not None:
+        see(call, tensors, results)
+
+
 def is_explaining_or_forbidding() -> bool:
-    """Whether operations are recorded or communication is forbidden."""
-    return active_watchers[0] > 0 and (_forbidden.get() or _log.get() is not None)
+    """Whether operations are recorded or watched, or communication is forbidden."""
+    return active_watchers[0] > 0 and (_forbidden.get() or _log.get() is not None or _see_call.get() is not None)
 
 
 def layout_brief(layout: Layout) -> str:

@@ -536,7 +536,7 @@ def _choose(
     known = None if key is None else _choices.get(key)
     if known is not None:
         return known
-    strategies = _ask_for_strategies(call, tensors, recorded, specs)
+    strategies = ask_for_strategies(call, tensors, recorded, specs)
     if isinstance(strategies, Steps):
         return strategies
     chosen = choose_strategies(strategies, operands, mesh, lambda: _find_results(call, tensors))
@@ -648,9 +648,10 @@ def _make_operands(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: 
     ]
 
 
-def _ask_for_strategies(
+def ask_for_strategies(
     call: OperatorCall, tensors: Sequence[ShardedTensor], recorded: Sequence[bool], specs: Sequence[MeshSpec]
 ) -> list[Strategy] | Steps:
+    """The answer of a call's rule; an operator of torch's own without one is computed whole on every rank."""
     rule = find_rule(call.op)
     metas = [
         TensorMeta(t.sharding.shape, t.dtype, t.sharding, s.placements, is_recorded)

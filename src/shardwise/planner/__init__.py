@@ -1,5 +1,6 @@
-"""What will a training step of a model need? Memory, traffic and time of a plan, before anything is allocated."""
+"""What will a training step of a model need, and which plan is the best? Before anything is allocated."""
 
+from shardwise.planner.auto import AutoPlanner, Certificate, FoundPlan, explain_plan
 from shardwise.planner.estimate import (
     OPTIMIZERS,
     Estimate,
@@ -8,6 +9,22 @@ from shardwise.planner.estimate import (
     StepMove,
     estimate,
 )
+from shardwise.planner.sweep import Sweep, sweep
 from shardwise.transfer.cost import DEVICES, Device
 
-__all__ = ["DEVICES", "OPTIMIZERS", "Device", "Estimate", "OptimizerState", "ParameterRow", "StepMove", "estimate"]
+__all__ = [
+    "DEVICES",
+    "OPTIMIZERS",
+    "AutoPlanner",
+    "Certificate",
+    "Device",
+    "Estimate",
+    "FoundPlan",
+    "OptimizerState",
+    "ParameterRow",
+    "StepMove",
+    "Sweep",
+    "estimate",
+    "explain_plan",
+    "sweep",
+]

@@ -494,19 +494,18 @@ def estimate(
     loss: Loss | None = None,
     again: bool | Sequence[str] = False,
     compiled: bool = False,
+    rehearsal: Rehearsal | None = None,
 ) -> Estimate:
     """Estimate one training step of a model under a plan, for any number of ranks, without a process group.
 
     - `model`: a module, on the meta device or not; or the shapes of its parameters by name.
-    - `batch`, `sequence`: the sequences that each rank passes to the model, and their length. `inputs` has the
-      arguments of the forward pass on a rank instead, as a tuple or a dict; `loss(outputs)` makes the loss.
-    - `optimizer`: one of `OPTIMIZERS`, or an `OptimizerState`.
-    - `dtype`: of the parameters, as in the notation ("bf16"); None: as the model has them.
+    - `batch`, `sequence`: what each rank passes to the model; or `inputs`, the arguments of its forward pass, as a
+      tuple or a dict. `loss(outputs)` makes the loss.
+    - `optimizer`: one of `OPTIMIZERS`, or an `OptimizerState`; `dtype`: of the parameters, None as the model has them.
     - `compute_dtype`: what operators compute in, where parameters are cast first, as autocast does.
-    - `topology`: ranks per host and links; `device`: one of `DEVICES`, or a `Device`.
-    - `again`: modules that are computed again in the backward pass (activation checkpointing), by patterns such as
-      `["layers.*"]`; True: all blocks, which are the modules in lists of modules.
-    - `compiled`: the time of a step under `shardwise.compile`, not of an eager one.
+    - `topology`: hosts and links; `device`: one of `DEVICES`, or a `Device`.
+    - `again`: modules that are computed again in the backward pass, by patterns such as `["layers.*"]`; True: blocks.
+    - `compiled`: the time under `shardwise.compile`; `rehearsal`: what `rehearse` returned, if that is known.
 
     >>> from shardwise.geometry import Mesh
     >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {"0.weight": "tp: S(0)", "1.weight": "tp: S(1)"}, input_plan="dp: S(0)")
@@ -521,11 +520,12 @@ def estimate(
     parameters = _find_parameters(model, plan, dtype)
     rank = _find_fullest_rank(plan, parameters)
     computed = find_dtype(named) if (named := compute_dtype or dtype) is not None else None
-    rehearsal, tokens = None, batch * sequence
+    tokens = batch * sequence
     if isinstance(model, nn.Module):
         given = make_inputs(model, batch, sequence) if inputs is None else inputs
         tokens = count_tokens(given)
-        rehearsal = rehearse(model, plan, given, rank, computed, loss, again=again)
+        if rehearsal is None:
+            rehearsal = rehearse(model, plan, given, rank, computed, loss, again=again)
     moves = PricedMoves(() if rehearsal is None else rehearsal.moves, plan.mesh, rank, links)
     traffic = moves.by_parameter if rehearsal is not None else _gradient_traffic(plan, parameters, rank)
     rows = tuple(_make_row(p, rank, state, traffic[p.name]) for p in parameters)
@@ -553,7 +553,7 @@ def estimate(
 
 def _step_figures(rehearsal: Rehearsal | None, moves: PricedMoves, device: Device, compiled: bool) -> dict[str, Any]:
     """What a rehearsal says; without one no activations are known, and no time."""
-    found = rehearsal or Rehearsal(0, 0, 0, 0, 0, (), (), {}, 0)
+    found = rehearsal or Rehearsal(0, 0, 0, 0, 0, (), (), {}, 0, {})
     time = StepTime(0.0, 0.0, 0.0)
     if rehearsal is not None and compiled:
         time = lay_out_compiled(found, moves, device, device.memory_bytes // 16)
@@ -594,6 +594,16 @@ def _find_parameters(model: nn.Module | Shapes, plan: ModelPlan, dtype: str | No
         cast = wanted if wanted is not None and tensor.is_floating_point() else own
         found.append(PlannedParameter(name, cast, layout, tensor.requires_grad))
     return found
+
+
+def find_fullest_rank(model: nn.Module, plan: ModelPlan, dtype: str | None = None) -> int:
+    """The first rank with the most bytes of parameters.
+
+    >>> plan = ModelPlan(Mesh.of(tp=2), {"weight": "S(0) sizes(1,3)"})
+    >>> find_fullest_rank(nn.Linear(2, 4), plan)
+    1
+    """
+    return _find_fullest_rank(plan, _find_parameters(model, plan, dtype))
 
 
 def _find_fullest_rank(plan: ModelPlan, parameters: Sequence[PlannedParameter]) -> int:

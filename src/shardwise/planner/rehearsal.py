@@ -59,6 +59,7 @@ from shardwise._text import parse_json
 from shardwise._torch import aten, is_in_backward, present_ops, pytree, storage_identity
 from shardwise.comm import use_comm
 from shardwise.comm.stand_in import StandInComm
+from shardwise.geometry import Placement
 from shardwise.geometry.notation import DType, find_dtype
 from shardwise.nn.plan import ModelPlan, PlanError, match_patterns
 from shardwise.nn.shard_module import shard_by_patterns
@@ -67,6 +68,7 @@ from shardwise.ops.dispatch_cache import note_special
 from shardwise.ops.implicit_replication import plain_as_replicated
 from shardwise.ops.registration import register_sharding, remove_sharding
 from shardwise.ops.rules.attention import attention
+from shardwise.ops.views import mesh_view
 from shardwise.tensor.dispatch import EVERY, overrides_scope, run_function, set_override
 from shardwise.tensor.move import Move, find_numbered
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -328,7 +330,9 @@ def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
-_WRITES_NOTHING = set(present_ops([aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default]))
+_WRITES_NOTHING = set(
+    present_ops([aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten._unsafe_view.default])
+)
 
 
 @cached()
@@ -361,7 +365,8 @@ class Rehearsal:
     """What one rank's step needs: the bytes that it holds, operations, moves.
 
     `peak_bytes` has parameters, buffers, gradients and activations, without the state of an optimizer;
-    `activations` those of each module at the end of the forward pass; `forward_flops` are a part of `flops`.
+    `activations` those of each module at the end of the forward pass; `forward_flops` are a part of `flops`;
+    `returned` are the placements of what each module returns.
     """
 
     parameter_bytes: int
@@ -373,6 +378,7 @@ class Rehearsal:
     operators: tuple[MeteredOperator, ...]
     activations: Mapping[str, int]
     forward_flops: int
+    returned: Mapping[str, tuple[Placement, ...]]
 
 
 def rehearse(
@@ -401,23 +407,31 @@ def rehearse(
     twin = copy_to_meta(model, dtype)
     ranks = tuple(sorted(plan.mesh.ranks.reshape(-1).tolist()))
     comm = silent_comm(rank, ranks)
-    meter, given = StepMeter(), pytree.tree_map_only(Tensor, lambda t: _cast(t.detach().to("meta"), dtype), inputs)
-    with _one_at_a_time, ExitStack() as stack:
-        stack.enter_context(fused_attention())
-        stack.enter_context(use_comm(comm))
-        stack.enter_context(torch.enable_grad())
+    meter, given = StepMeter(), inputs_on_meta(inputs, dtype)
+    with step_without_values(comm):
         shard_by_patterns(twin, plan, 0, comm)
         _compute_again(twin, again)
-        stack.enter_context(torch.device("meta"))
-        stack.enter_context(NoValues())
-        stack.enter_context(meter)
-        try:
-            return _run_step(twin, given, loss or sum_of_outputs, meter)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError) as error:
-            raise PlanError(
-                f"a step of {type(model).__name__} cannot be run without values: {type(error).__name__}: {error}; "
-                f"{_advise(plan)}"
-            ) from error
+        with torch.device("meta"), NoValues(), meter:
+            try:
+                return _run_step(twin, given, loss or sum_of_outputs, meter)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError) as error:
+                raise PlanError(
+                    f"a step of {type(model).__name__} cannot be run without values: {type(error).__name__}: {error}; "
+                    f"{_advise(plan)}"
+                ) from error
+
+
+def inputs_on_meta(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
+    """The same arguments without values, floats in `dtype`."""
+    made: Inputs = pytree.tree_map_only(Tensor, lambda t: _cast(t.detach().to("meta"), dtype), inputs)
+    return made
+
+
+@contextmanager
+def step_without_values(comm: StandInComm) -> Iterator[None]:
+    """One rank's step in a `with` block: one at a time in a process, with gradients, attention as kernels keep it."""
+    with _one_at_a_time, fused_attention(), use_comm(comm), torch.enable_grad():
+        yield
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -454,17 +468,23 @@ def _second_time() -> tuple[AbstractContextManager[Any], AbstractContextManager[
 
 
 @contextmanager
-def _module_names(model: nn.Module, meter: StepMeter) -> Iterator[None]:
-    """Let the meter know which module runs."""
+def note_modules(
+    model: nn.Module, running: list[str], returned: Callable[[str, ShardedTensor], None]
+) -> Iterator[None]:
+    """Keep the names of the modules that run, the innermost last; `returned` sees the first result of each."""
+
+    def leave(name: str, output: Any) -> None:
+        running.pop()
+        for leaf in pytree.tree_leaves(output if not hasattr(output, "to_tuple") else output.to_tuple()):
+            if isinstance(leaf, ShardedTensor) and leaf.is_floating_point():
+                returned(name, leaf)
+                return
+
     with ExitStack() as stack:
         for name, part in model.named_modules():
-            stack.callback(part.register_forward_pre_hook(lambda *_, n=name: meter.modules.append(n)).remove)
-            stack.callback(part.register_forward_hook(lambda *_: _pop(meter.modules), always_call=True).remove)
+            stack.callback(part.register_forward_pre_hook(lambda *_, n=name: running.append(n)).remove)
+            stack.callback(part.register_forward_hook(lambda *a, n=name: leave(n, a[-1]), always_call=True).remove)
         yield
-
-
-def _pop(names: list[str]) -> None:
-    names.pop()
 
 
 def _advise(plan: ModelPlan) -> str:
@@ -486,7 +506,8 @@ def _run_step(twin: nn.Module, inputs: Any, loss: Loss, meter: StepMeter) -> Reh
     given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     before = meter.held_keys()
     meter.hold(given)
-    with _module_names(twin, meter):
+    returned: dict[str, tuple[Placement, ...]] = {}
+    with note_modules(twin, meter.modules, lambda name, t: returned.update({name: placements_of(t)})):
         outputs = twin(**inputs) if isinstance(inputs, Mapping) else twin(*inputs)
     value = loss(outputs)
     del outputs
@@ -497,7 +518,13 @@ def _run_step(twin: nn.Module, inputs: Any, loss: Loss, meter: StepMeter) -> Reh
         if parameter.grad is not None:
             meter.name_gradients(name, _parts(parameter.grad))
     counted = (activations, meter.peak_bytes, meter.flops, meter.moves, tuple(meter.operators))
-    return Rehearsal(parameters, held - parameters, *counted, by_module, forward_flops)
+    return Rehearsal(parameters, held - parameters, *counted, by_module, forward_flops, returned)
+
+
+def placements_of(tensor: ShardedTensor) -> tuple[Placement, ...]:
+    """The placements of a tensor on its mesh, none if it is irregular."""
+    spec = mesh_view(tensor.sharding)
+    return () if spec is None else spec.placements
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
