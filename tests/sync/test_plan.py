@@ -125,6 +125,17 @@ def test_replicas_share_the_work_over_all_tensors() -> None:
     assert sent_by(one, 4, "zzzz", four) == dict.fromkeys(range(4), 256)  # one tensor, four readers: each another owner
 
 
+def test_no_box_is_larger_than_a_buffer() -> None:
+    src, dst = (parse_layout(text).layout for text in ("f32[12,10] on x=4: S(1)", "f32[12,10] on x=1: R"))
+    pub, value = published({"w": src}, "aabb"), torch.arange(120.0).reshape(12, 10)
+    wanted = [want("w", dst, 0)]
+    plan = plan_reads(pub, StateMap.identity(pub.types), wanted, 0, "z", 40)
+    sizes = [read.sent_bytes for reads in plan.reads.values() for read in reads]
+    assert max(sizes) <= 40 and sum(sizes) == plan.nbytes == 480 and len(sizes) > 10
+    carry_out(plan, fill_slots(pub, {"w": value}), wanted)
+    assert torch.equal(wanted[0].parts[0], value)
+
+
 def test_the_own_host_is_read_first_and_keeps_a_piece_once() -> None:
     copied = parse_layout("f32[8,8] on x=4: R").layout
     pub = published({f"w{i}": copied for i in range(16)}, "aabb")
@@ -353,7 +364,6 @@ def test_no_cut_goes_through_a_block_and_scales_are_where_their_blocks_are() -> 
     with publish(
         {"q": torch.zeros(6, 7).bfloat16(), "k": torch.zeros(5, 7).bfloat16()}, "tcp://127.0.0.1:0", token=TOKEN
     ) as link:
-
         with pytest.raises(RefusedError, match="q is f8e4m3fn here and bf16 there; codes of fp8 have scales"):
             subscribe({"q": torch.zeros(6, 7, dtype=torch.float8_e4m3fn)}, link.address, token=TOKEN)
 

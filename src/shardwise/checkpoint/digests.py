@@ -235,7 +235,7 @@ def digest_stored(checkpoint: StoredState, name: str) -> str:
     stored = checkpoint[name]
     shape, itemsize = tuple(stored.shape), stored.dtype.itemsize
     parts = []
-    for box in _cut(Box.whole(shape), max(1, _CHUNK_BYTES // itemsize)):
+    for box in cut_box(Box.whole(shape), max(1, _CHUNK_BYTES // itemsize)):
         parts.append(sum_box(stored.read(box), box.offsets, shape))
     return _finish(add_sums(parts), shape, find_dtype(str(stored.dtype)).name)
 
@@ -244,7 +244,7 @@ def digest_made(checkpoint: StoredState, made: MappedTensor) -> str:
     """The digest of a tensor that a map makes of those of a checkpoint, read in parts of bounded size."""
     kind, parts = find_dtype(made.dtype), list[Sums]()
     for term in made.terms:
-        for box in _cut(term.box, max(1, _CHUNK_BYTES // kind.itemsize)):
+        for box in cut_box(term.box, max(1, _CHUNK_BYTES // kind.itemsize)):
             part = term.cut(box)
             if part.source is None:
                 values = torch.full(box.sizes, part.fill, dtype=torch_dtype(kind), device="cpu")
@@ -259,7 +259,7 @@ def digest_made(checkpoint: StoredState, made: MappedTensor) -> str:
     return _finish(add_sums(parts), made.shape, kind.name)
 
 
-def _cut(box: Box, most: int) -> Iterable[Box]:
+def cut_box(box: Box, most: int) -> Iterable[Box]:
     """A box in parts of at most so many elements, cut along its first dims."""
     if box.numel <= most or not any(n > 1 for n in box.sizes):
         yield box
@@ -269,4 +269,4 @@ def _cut(box: Box, most: int) -> Iterable[Box]:
     for start in range(0, box.sizes[dim], step):
         offsets, sizes = list(box.offsets), list(box.sizes)
         offsets[dim], sizes[dim] = offsets[dim] + start, min(step, sizes[dim] - start)
-        yield from _cut(Box(tuple(offsets), tuple(sizes)), most)
+        yield from cut_box(Box(tuple(offsets), tuple(sizes)), most)

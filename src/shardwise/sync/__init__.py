@@ -14,6 +14,7 @@ from shardwise.checkpoint.changes import FilePublisher
 from shardwise.checkpoint.digests import Digest, digest
 from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.geometry.state_map import StateMap, TensorShape
+from shardwise.sync.plan import DEFAULT_BUFFER_BYTES
 from shardwise.sync.publisher import Member, Publisher, Removed
 from shardwise.sync.recording import RecordingError, record
 from shardwise.sync.session import RefusedError, SyncError, find_token, parse_address
@@ -119,6 +120,7 @@ def subscribe(
     names: Names = None,
     apply: Apply = "stage",
     verify: bool | None = None,
+    max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     after: Callable[[int], None] | None = None,
     name: str | None = None,
     deadline: float = 30.0,
@@ -131,7 +133,8 @@ def subscribe(
     the publisher has (name to `TensorShape`), called when that is known. `apply` says how a version is taken over:
     "stage" copies it into the tensors once it is complete, "swap" exchanges their memory, "in_place" reads into them.
     With `verify` digests of what was read are compared before a version is taken over; by default this is done where
-    only changes were read. `after(step)` runs on each rank after that.
+    only changes were read. `after(step)` runs on each rank after that. From other hosts boxes of at most
+    `max_buffer_bytes` travel at a time.
 
     >>> import torch, shardwise
     >>> fused = {"qk": torch.zeros(3)}
@@ -156,10 +159,18 @@ def subscribe(
         names=names,
         apply=apply,
         verify=verify,
+        max_buffer_bytes=check_limit(max_buffer_bytes),
         after=after,
         name=name,
         deadline=_check(deadline),
     )
+
+
+def check_limit(max_buffer_bytes: int) -> int:
+    """The limit, if it is one."""
+    if not max_buffer_bytes > 0:
+        raise ValueError(f"max_buffer_bytes is a number of bytes above 0, got {max_buffer_bytes}")
+    return int(max_buffer_bytes)
 
 
 def _check(deadline: float) -> float:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.convert import NameMap, suggest_names
+from shardwise.checkpoint.digests import cut_box
 from shardwise.checkpoint.index import StoredCut, TensorEntry
 from shardwise.checkpoint.state import torch_dtype
 from shardwise.geometry import Box, DType, Layout, LayoutError, find_dtype, layout_from_json, layout_to_json
@@ -41,6 +42,7 @@ from shardwise.transfer.overlap import overlaps_with_boxes, overlaps_with_layout
 from shardwise.transfer.senders import Owners, choose_senders
 from shardwise.transfer.topology import Topology
 
+DEFAULT_BUFFER_BYTES = 64 << 20
 MAX_TENSORS = 1_000_000
 MAX_PIECES = 1 << 22
 MAX_RANKS = 1 << 16
@@ -332,8 +334,15 @@ class _Demands:
         return ranks[chosen], rows[chosen]
 
 
-def plan_reads(published: Published, state_map: StateMap, wanted: Sequence[Wanted], rank: int, host: str) -> ReadPlan:
-    """What the rank of a subscriber reads, from whom, and what it fills."""
+def plan_reads(
+    published: Published,
+    state_map: StateMap,
+    wanted: Sequence[Wanted],
+    rank: int,
+    host: str,
+    max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+) -> ReadPlan:
+    """What the rank of a subscriber reads, from whom, and what it fills; no box has more than `max_buffer_bytes`."""
     names, demands, fills = {n: i for i, n in enumerate(published.tensors)}, _Demands(), list[Filled]()
     layouts, quantized = published.entries, plan_quantized(published, state_map, wanted, rank)
     wide = {(each.target, each.part): each.wide for each in quantized}
@@ -358,7 +367,9 @@ def plan_reads(published: Published, state_map: StateMap, wanted: Sequence[Wante
                     continue
                 source = names[term.source]
                 dtype, layout = layouts[source]
-                for cell, met in _meet_cells(term, layout):
+                most = max(1, max_buffer_bytes // dtype.itemsize)
+                cut = ((c, each.cut(b)) for c, each in _meet_cells(term, layout) for b in cut_box(each.box, most))
+                for cell, met in cut:
                     demands.sources.append(demands.number_of(published, source, cell))
                     demands.weights.append(met.box.numel * dtype.itemsize)
                     shifted = tuple(

@@ -138,6 +138,7 @@ class Subscriber:
         """What the last attempt to read met, with the names of the world and the rank."""
         self.read_bytes = 0
         """What this rank read for the last version: in shared memory, or as it travelled."""
+        self._limit: int = options["max_buffer_bytes"]
         self._names, self._after, self._verify = options["names"], options["after"], options["verify"]
         self._lead = comm.rank == comm.ranks[0]
         self._host = identify_host() or f"alone-{comm.rank}"
@@ -267,7 +268,7 @@ class Subscriber:
             self._wanted, self._staging = self._find_wanted(self._given(types)), []
         state_map = resolve_map(self._names(types) if callable(self._names) else self._names, types)
         rank = self.comm.ranks.index(self.comm.rank)
-        plan = plan_reads(published, state_map, self._wanted, self.comm.rank, self._host)
+        plan = plan_reads(published, state_map, self._wanted, self.comm.rank, self._host, self._limit)
         _log.info("%s (number %d) reads %d bytes from %s", self._where, rank, plan.nbytes, list(plan.reads))
         if not self._staging:
             self._staging = [

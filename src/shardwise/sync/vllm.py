@@ -41,6 +41,7 @@ from shardwise.comm import Comm, gather_values
 from shardwise.comm.current import resolve_comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, find_dtype
 from shardwise.geometry.state_map import StateMap, TensorShape
+from shardwise.sync.plan import DEFAULT_BUFFER_BYTES
 from shardwise.sync.publisher import Publisher, tensors_of
 from shardwise.sync.recording import RecordingError, record
 from shardwise.sync.session import SyncError, find_token, parse_address
@@ -119,7 +120,7 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has no t
             return {name: tensor for name, tensor in tensors_of(self.model).items() if name in found.targets}
 
         options: dict[str, Any] = {"names": lambda types: maps[0], "after": None, "verify": None, "name": None}
-        options |= {"apply": init_info.apply, "deadline": init_info.deadline}
+        options |= {"apply": init_info.apply, "deadline": init_info.deadline, "max_buffer_bytes": DEFAULT_BUFFER_BYTES}
         self._link = Subscriber(choose, place, find_token(init_info.token, place[0]), comm, **options)
 
     def _record(self, types: Mapping[str, TensorShape], mode: str, comm: Comm) -> StateMap | None:
