@@ -16,7 +16,8 @@ import difflib
 import dis
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -152,20 +153,30 @@ def _missing_name(package: str, name: str, known: Sequence[str] | dict[str, Any]
     return AttributeError(text, name=name)  # without the module: Python would add a guess of its own
 
 
-def _import_name(modules: Sequence[str], name: str | None, asked: str) -> Any:
-    """Import modules, and return the last one or a name of it; an AttributeError inside is not hidden by `import`.
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Let Python's collector wait while many objects are made that are kept: it would look through all of them in vain.
 
-    Modules are kept, so Python's collector would look in vain through all that torch has made: it waits meanwhile.
+    >>> with collector_paused():
+    ...     gc.isenabled()
+    False
     """
     collecting = gc.isenabled()
     gc.disable()
     try:
-        last = [import_module(module) for module in modules][-1]
-        return last if name is None else getattr(last, name)
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _import_name(modules: Sequence[str], name: str | None, asked: str) -> Any:
+    """Import modules, and return the last one or a name of it; an AttributeError inside is not hidden by `import`."""
+    try:
+        with collector_paused():
+            last = [import_module(module) for module in modules][-1]
+            return last if name is None else getattr(last, name)
     except AttributeError as error:
         raise ImportError(
             f"{asked} cannot be loaded: {error}; shardwise supports {SUPPORTED_TORCH}", name=name
         ) from error
-    finally:
-        if collecting:
-            gc.enable()

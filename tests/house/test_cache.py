@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Partial, Replicate, Shard, run_local
 from shardwise._cache import Cache, all_caches, cached, clear_on_change
+from shardwise._lazy import collector_paused
 from tests.dense import lay
 
 SRC = Path(__file__).parents[2] / "src" / "shardwise"
@@ -194,3 +195,20 @@ def test_nothing_else_remembers() -> None:
         if any(word in path.read_text() for word in ("lru_cache", "import cache\n", "@cache\n", "_MAX_"))
     ]
     assert not found
+
+
+def test_the_collector_waits_and_goes_on_where_it_was_on() -> None:
+    assert gc.isenabled()
+    with suppress(ValueError), collector_paused():
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise ValueError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise._lazy import collector_paused
 from shardwise._progress import Meter, Progress, check_progress, show_progress
 from shardwise._text import draw_html, package_logger, public
 from shardwise.checkpoint.changes import VersionTarget, apply_versions, list_versions, start_chain_at
@@ -225,6 +226,7 @@ BlockRange: TypeAlias = tuple[int, int, int]  # a stored box, its first block an
 
 
 @public
+@collector_paused()
 def load(
     state: Any,
     path: str | os.PathLike[str],

@@ -35,6 +35,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from shardwise._lazy import collector_paused
 from shardwise._progress import Progress, check_progress, show_progress
 from shardwise._text import package_logger, public
 from shardwise.checkpoint import commit as folders
@@ -401,7 +402,7 @@ def save(
     if not async_op:
         _save_now(plan, comm, DEFAULT_BUFFER_BYTES, progress)
         return None
-    with _removed_on_failure(plan.folder, comm):
+    with _removed_on_failure(plan.folder, comm), collector_paused():
         if plan.files.gathers:
             raise CheckpointError(f"format {format!r} gathers whole tensors, which needs the comm; omit async_op")
         sources, problem = run_or_describe_error(lambda: copy_to_host(plan.sources(comm.rank), comm))
@@ -468,6 +469,7 @@ def copy_to_host(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
     return copies
 
 
+@collector_paused()
 def _plan_save(
     state: Any,
     path: str | os.PathLike[str],
@@ -537,6 +539,7 @@ def _check_same_save(comm: Comm, everyone: Sequence[Json]) -> None:
                 )
 
 
+@collector_paused()
 def _save_now(plan: SavePlan, comm: Comm, max_buffer_bytes: int, progress: Progress) -> None:
     first = comm.rank == comm.ranks[0]
     with _removed_on_failure(plan.folder, comm):
@@ -668,6 +671,7 @@ def _parse_record(record: Json) -> tuple[PlannedFile, list[ItemSums]]:
     return PlannedFile(name, nbytes, found, data_start, header_sum), list(zip(*sums, strict=True))
 
 
+@collector_paused()
 def _commit_save(plan: SavePlan, records: Sequence[Json], in_background: bool) -> None:
     """Write the index and put the folder in place; before it is there, a failure removes it."""
     try:

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shardwise._lazy import collector_paused
 from shardwise._progress import show_progress
 from shardwise.checkpoint.commit import find_checkpoint, find_place, open_folder
 from shardwise.checkpoint.files import CheckpointError, PinnedFolder
@@ -212,7 +213,8 @@ def inspect(
     """
     kind = find_format_title(path)
     try:
-        found = open_checkpoint(path)
+        with collector_paused():
+            found = open_checkpoint(path)
     except CheckpointError as error:
         if not verify:
             raise

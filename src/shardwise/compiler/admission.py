@@ -58,6 +58,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise._lazy import collector_paused
 from shardwise.comm.stand_in import NotTraceableError, StandInComm
 from shardwise.compiler.reads import (
     IMPURE_TRUSTED,
@@ -191,16 +192,14 @@ class Admission:
             raise NotTraceableError(
                 f"what code reads is not known for Python {sys.version_info[0]}.{sys.version_info[1]}"
             )
-        before, collects = sys.getprofile(), gc.isenabled()
+        before = sys.getprofile()
         profile = self._profile  # kept: CPython calls it once more where a callback of `gc` made it raise
-        gc.disable()
-        sys.setprofile(profile)
-        try:
-            yield
-        finally:
-            sys.setprofile(before)
-            if collects:
-                gc.enable()
+        with collector_paused():
+            sys.setprofile(profile)
+            try:
+                yield
+            finally:
+                sys.setprofile(before)
         self.check()
 
     def check(self) -> None:
