@@ -3,8 +3,8 @@
 1. `taken_operators` lists the operators without a rule that are computed by torch's table (`ops/engine.py`).
 2. Calls of them: what the samples of torch's operator database call beneath autograd, and the calls of this file.
 3. Each is tried as it is, and with other values in its floating point tensors (`EDGES`).
-4. The operator and its decomposition must agree: shapes, dtypes, values, and the gradients of the first result. What
-   torch itself cannot compute or differentiate is not compared.
+4. The operator and its decomposition must agree: shapes, dtypes, values, the gradients of the first result, and the
+   gradients of these gradients' squares. What torch itself cannot compute or differentiate is not compared.
 
 `python tools/decompositions.py` prints what differs. That needs a rule or steps of its own in `ops/rules`.
 """
@@ -216,13 +216,10 @@ def compare(call: OperatorCall) -> dict[str, str]:
         if expected is None:
             continue
         made = _run(decomposition_table[call.op], call, values)
-        results, gradients = expected
-        if made is None:
-            found[name] = "raises"
-        elif len(made[0]) != len(results) or not all(map(_is_same, made[0], results)):
-            found[name] = "values"
-        elif gradients is not None and (made[1] is None or not all(map(_is_same, made[1], gradients))):
-            found[name] = "gradients"
+        parts = zip(("values", "gradients", "second gradients"), expected, made or expected, strict=True)
+        differing = [what for what, one, other in parts if one is not None and not _are_same(other, one)]
+        if made is None or differing:
+            found[name] = "raises" if made is None else differing[0]
     return found
 
 
@@ -230,8 +227,11 @@ def _is_number(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _run(compute: Any, call: OperatorCall, values: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | None] | None:
-    """The results, and the gradients of the first one if it has any; None if it raises."""
+Outcome = tuple[list[Tensor], list[Tensor] | None, list[Tensor] | None]
+
+
+def _run(compute: Any, call: OperatorCall, values: Sequence[Tensor]) -> Outcome | None:
+    """The results, and the first and second gradients of the first one if it has any; None if it raises."""
     attempts = (True, False)  # some operators refuse tensors that require gradients
     for gradient in attempts:
         leaves = [v.clone().requires_grad_(gradient and _is_number(v)) for v in values]
@@ -241,20 +241,29 @@ def _run(compute: Any, call: OperatorCall, values: Sequence[Tensor]) -> tuple[li
         except REFUSALS:
             continue
         results = [r for r in (made if isinstance(made, list | tuple) else [made]) if isinstance(r, Tensor)]
-        return [r.detach() for r in results], _gradients(results[:1], leaves)
+        first = _gradients(results[:1], leaves)
+        squares = None if first is None else [(g * g.conj()).real.sum() for g in first if g.requires_grad]
+        second = _gradients([torch.stack(squares)], leaves) if squares else None
+        return [r.detach() for r in results], first, second
     return None
 
 
 def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor] | None:
+    """The gradients of a weighted sum of the first result, which can be differentiated where torch can do so."""
     used = [leaf for leaf in leaves if leaf.requires_grad]
     if not used or not results or not results[0].requires_grad:
         return None
     weights = torch.arange(1, 1 + results[0].numel(), dtype=torch.float64).reshape(results[0].shape)
     total = (torch.view_as_real(results[0]).sum(-1) if results[0].is_complex() else results[0]) * weights
+    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
     try:
-        return list(torch.autograd.grad(total.sum(), used, allow_unused=True, materialize_grads=True))
+        return list(torch.autograd.grad(total.sum(), used, create_graph=True, **options))
     except REFUSALS:
         return None
+
+
+def _are_same(found: list[Tensor] | None, wanted: list[Tensor]) -> bool:
+    return found is not None and len(found) == len(wanted) and all(map(_is_same, found, wanted))
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -336,6 +336,12 @@ def comm_debug_modes() -> list[Any]:
     return [mode for mode in _dispatch_mode_stack() if isinstance(mode, module.CommDebugMode)]
 
 
+def is_inference_wrapper(wrapper: Tensor) -> bool:
+    """Whether a wrapper was made in inference mode."""
+    with DisableTorchFunctionSubclass():
+        return wrapper.is_inference()
+
+
 def set_wrapper_shape(wrapper: Tensor, like: Tensor) -> None:
     """Give a wrapper, which has no memory, the shape of another in place; torch's C++ code asks the wrapper for it."""
     with _DisableTorchDispatch(), DisableTorchFunctionSubclass(), torch.inference_mode(wrapper.is_inference()):
@@ -390,6 +396,11 @@ _GLOBAL_HOOKS = (
 def global_module_hooks() -> list[dict[int, Any]]:
     """Return the dicts of the hooks that torch calls for all modules: a graph is of no use where others are there."""
     return [private_name(f"nn.modules.module.{name}") for name in _GLOBAL_HOOKS]
+
+
+def global_step_hooks() -> list[dict[int, Any]]:
+    """Return the dicts of the hooks that torch calls at the steps of all optimizers."""
+    return [private_name(f"optim.optimizer._global_optimizer_{when}_hooks") for when in ("pre", "post")]
 
 
 def storage_identity(storage: torch.UntypedStorage) -> int:

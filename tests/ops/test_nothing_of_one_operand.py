@@ -131,6 +131,46 @@ def _inference_views(x: Any) -> Any:
     return turned
 
 
+def _cast(x: Any) -> Any:
+    y = x.detach().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        product = torch.einsum("ij,kj->ik", y, y)
+        loss = F.cross_entropy(F.linear(y, y), (y[:, 0] * 0).long(), label_smoothing=0.1)
+    assert product.dtype == torch.bfloat16 and loss.dtype == torch.float32
+    return product.float(), loss
+
+
+def _base_is_written(x: Any) -> Any:
+    base = x.detach().clone()
+    view = base.unsqueeze(0)
+    row = view[0, 1:3]
+    base.mul_(x.tanh())
+    assert view.requires_grad and row.requires_grad and base.detach().requires_grad is False
+    (view.square().sum() + row.sum()).backward()
+    return view, row, x.grad
+
+
+def _inference(x: Any) -> Any:
+    total = x.detach().sum(0)  # may be pending
+    with torch.inference_mode():
+        scaled = total / total.abs().sum().clamp(min=1)
+        return scaled + total, torch.func.grad(lambda t: (t * t).sum())(x.detach())
+
+
+def _same_twice(x: Any) -> Any:
+    y = (x * 1).double()  # which is what it got
+    torch._foreach_add_([y, y], 1)
+    y.flatten()
+    y.zero_()
+    return y
+
+
+def _sigmoid_twice(x: Any) -> Any:
+    (grad,) = torch.autograd.grad(F.logsigmoid(x - x[0].detach()).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    return x.grad
+
+
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "gradient penalty": _penalty,
     "hessian product": _hessian_product,
@@ -151,6 +191,11 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "logarithms of sums": lambda x: torch.autograd.grad(x.logcumsumexp(1).sum(), x, create_graph=True)[0],
     "a number is written": _written_number,
     "views in inference mode": _inference_views,
+    "autocast": _cast,
+    "the base of views is written": _base_is_written,
+    "inference mode": _inference,
+    "one tensor twice": _same_twice,
+    "logarithm of a sigmoid, twice": _sigmoid_twice,
     "two totals": lambda x: torch.stack([x.sum(), x.detach().t().sum() * 2]) * x.amax(),
 }
 
@@ -165,6 +210,8 @@ def _wholes(result: Any) -> list[Any]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_and_gradients_are_those_of_whole_tensors(name: str, place: str) -> None:
     program, several = PROGRAMS[name], place == "boxes" and name == "hooks"
+    if place == "boxes" and name == "the base of views is written":
+        pytest.skip("views of boxes are copies, which are not used after the write")
     expected = _wholes(program(values().requires_grad_()))
 
     def body(comm: Comm) -> None:

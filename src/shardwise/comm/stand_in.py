@@ -84,6 +84,11 @@ class StandInComm(Comm):
         return len(self.ranks) or -1
 
     @property
+    def device_of_others(self) -> torch.device:
+        """Where the ranks that this one joins compute."""
+        return self.real.device if self._joins and self.real is not None else self.device
+
+    @property
     def capabilities(self) -> Capabilities:
         """How the bytes of the others travel, where it joins them: chosen by the real comm, the same on every rank."""
         reads_peers = self._joins and self.real is not None and self.real.capabilities.reads_peers

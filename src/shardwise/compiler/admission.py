@@ -29,8 +29,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import date, time, timedelta, tzinfo
-from decimal import Decimal
+from decimal import Decimal, getcontext
 from enum import Enum
+from logging import Logger
 from operator import attrgetter, itemgetter, methodcaller
 from os import environ, getenv
 from pathlib import Path, PurePath
@@ -61,10 +62,13 @@ from torch import Tensor, nn
 from shardwise._lazy import collector_paused
 from shardwise.comm.stand_in import NotTraceableError, StandInComm
 from shardwise.compiler.reads import (
+    CLASS_METADATA,
+    FUNCTION_METADATA,
     IMPURE_TRUSTED,
     KNOWN_PYTHONS,
     LRU_CACHE,
     MISSING,
+    NUMPY_CONSTANTS,
     NUMPY_READERS,
     OPAQUE_STDLIB,
     PLAIN_TYPES,
@@ -151,6 +155,7 @@ class _Holder:
     is_trusted: bool = False  # of torch: what is there is compared, what is not there is not looked for
     skips: frozenset[str] = frozenset()
     slots: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None  # as slots, but read only where they are mentioned
     owner: Any = None
 
 
@@ -202,6 +207,10 @@ class Admission:
                 sys.setprofile(before)
         self.check()
 
+    def mentions(self, name: str) -> bool:
+        """Whether code that ran may have read an attribute of this name."""
+        return name in self._names or self._reads_all
+
     def check(self) -> None:
         """Raise a refusal again that the program caught."""
         if self.refused is not None:
@@ -237,7 +246,7 @@ class Admission:
                 self._at = caller.f_code, caller.f_lineno
                 self._enter_stdlib(frame, code)
         elif origin == "trusted":
-            if code.co_name not in IMPURE_TRUSTED:
+            if code.co_name not in IMPURE_TRUSTED and not module.startswith("torch.backends"):
                 self._active[code] = set()
             elif self._is_called_directly(frame):
                 self._refuse(f"it calls {code.co_name}, which a graph would not do again")
@@ -286,8 +295,16 @@ class Admission:
         if module == "os":
             self._admit_environment()
         self._active[code] = set()
+        if module == "typing" and code.co_name in (
+            "__instancecheck__",
+            "_proto_hook",
+        ):  # of protocols: by all attributes
+            self._mention(frozenset(), True)
         if module.partition(".")[0] not in OPAQUE_STDLIB:
             names = names_in(code)
+            held = frame.f_globals
+            for _ in self.reads.entries_of(held, module, held, _putter(held)).ask(names.globals):
+                pass  # what is compared: functions of the standard library may be replaced
             self._mention(names.attributes, names.reads_all or module == "copy", is_stdlib=True)
             self._drain()
 
@@ -326,12 +343,9 @@ class Admission:
         entries = self.reads.entries_of(module, "", module, _putter(module))
         for name, value in entries.ask(names):
             self.admit(value, name)
-        inherited = {name for name in names if name not in module}
-        for name in inherited:
-            if name in PRISTINE:
-                self.admit(PRISTINE[name], name)
         own = vars(builtins)
-        for name, value in self.reads.entries_of(own, "", own, _putter(own)).ask(inherited - PRISTINE.keys()):
+        inherited = {name for name in names if name not in module}
+        for name, value in self.reads.entries_of(own, "", own, _putter(own)).ask(inherited):
             self.admit(value, name)
 
     def _admit_import(self, name: str, level: int, module: dict[str, Any]) -> None:
@@ -379,6 +393,8 @@ class Admission:
         new = [name for name in new if name in entries.held] if holder.is_trusted else [*new]
         for name, value in entries.ask(name for name in new if name not in holder.skips):
             self._admit_attribute(value, f"{holder.path}.{name}" if holder.path else name, name, holder)
+        for name in [name for name in holder.metadata or () if name in new and holder.metadata is not None]:
+            self._admit_metadata(holder, name)
         for name in holder.slots or ():
             if (name in new or self._reads_all) and holder.slots is not None and holder.slots[name] is not None:
                 member, holder.slots[name] = holder.slots[name], None
@@ -406,6 +422,13 @@ class Admission:
             self._register(value, path)
             return
         self.admit(value, path, is_lenient=holder.is_lenient)
+
+    def _admit_metadata(self, holder: _Holder, name: str) -> None:
+        """Admit what a function or class is called, or another attribute of it that is not in its dict."""
+        if name in ("__name__", "__qualname__"):
+            self.reads.note_name(holder.path, holder.owner)
+        elif holder.metadata is not None and (member := holder.metadata.get(name)) is not None:
+            self._admit_slot(holder, name, member)
 
     def _admit_slot(self, holder: _Holder, name: str, member: Any) -> None:
         owner, kind = holder.owner, type(holder.owner)
@@ -482,6 +505,8 @@ class Admission:
             self.admit(self.reads.note_value(path, lambda: value.get(MISSING)), path)
         elif value is environ:
             self._admit_environment()
+        elif isinstance(value, Decimal):
+            self.reads.note_value("the context of decimal numbers", _decimal_context)
         elif value is Ellipsis or value is NotImplemented or isinstance(value, _UNCHANGING):
             return
         else:
@@ -527,12 +552,14 @@ class Admission:
             self._register(value, path)
             if self._predicts and origin_of(value.__code__.co_filename) == "user":
                 self._activate(value.__code__, value.__globals__, path)
-            if value.__dict__:
-                self._add_holder(value, path, value.__dict__)
+            if value.__dict__ or origin_of(value.__code__.co_filename) == "user":
+                self._add_holder(value, path, value.__dict__, metadata=FUNCTION_METADATA)
         elif isinstance(value, MethodType):
             self.admit(value.__self__, path.rpartition(".")[0] or type(value.__self__).__name__, is_lenient=is_lenient)
             self.admit(value.__func__, path, is_lenient=is_lenient)
         elif isinstance(value, functools.partial):
+            self.reads.note_value(path, lambda: (value.func, *value.args))
+            self._add_holder(value, path, value.__dict__)
             for part in (value.func, value.args, value.keywords):
                 self.admit(part, path, is_lenient=is_lenient)
         elif isinstance(value, LRU_CACHE):
@@ -541,8 +568,10 @@ class Admission:
             if cache is None or len(cache) > MOST_ENTRIES:
                 self._refuse_value(value, path)
                 return True
-            self.reads.note_value(
-                f"the cache of {path}", functools.partial(tuple, cache.values()), lambda _: value.cache_clear()
+            self.reads.note_value(  # a cache that is full takes entries again, but not without a miss
+                f"the cache of {path}",
+                lambda: (value.cache_info().misses, *cache.values()),
+                lambda _: value.cache_clear(),
             )
             self._register(value.__wrapped__, path)
         elif isinstance(value, attrgetter | methodcaller | itemgetter):
@@ -618,9 +647,10 @@ class Admission:
             elif module.startswith(_FOLLOWED_TORCH):
                 self._add_holder(value, path, vars(value), is_whole=True, is_lenient=True)
         elif module.startswith("numpy."):
-            self._refuse_value(value, path) if ".random" in module else None
+            self._refuse_value(value, path) if kind.__name__ not in NUMPY_CONSTANTS else None
         elif module.partition(".")[0] in OPAQUE_STDLIB - {"weakref"}:
-            return
+            if isinstance(value, Logger):
+                self._add_holder(value, path, vars(value), is_of_library=True)
         elif not is_lenient or hasattr(value, "__dict__"):
             outside = [base for base in kind.__mro__ if base not in _ALLOWED_BASES and not is_python_class(base)]
             if any(not _is_exception(base) for base in outside):
@@ -678,7 +708,12 @@ class Admission:
             self._seen[id(base)] = base
             for part, value in vars(base).items():
                 self._register(value, f"{name}.{part}")
-            self._add_holder(base, name, vars(base), put=functools.partial(_put_in_class, base))
+                made = value.__func__ if isinstance(value, staticmethod) else value
+                if isinstance(made, FunctionType) and made.__code__.co_filename.startswith("<"):
+                    self.reads.note_function(f"{name}.{part}", made)  # of a namedtuple: no frame of the user's
+            self.reads.note_class(name, base)
+            put = functools.partial(_put_in_class, base)
+            self._add_holder(base, name, vars(base), put=put, metadata=CLASS_METADATA)
             implicit = [n for n in vars(base) if n.startswith("__") and n.endswith("__") and n not in _NOT_READ]
             self._extend(self._holders[-1], implicit)
 
@@ -693,6 +728,8 @@ class Admission:
         ):  # its own functions are trusted; another one may be put in their place
             self._add_holder(module, path, vars(module), is_of_library=True, is_trusted=True)
         elif (origin := origin_of_module(module.__name__)) == "user" or (origin == "stdlib" and not self._predicts):
+            if origin == "user":
+                self.reads.note_object(path, module, None)
             self._add_holder(module, path, vars(module), is_of_library=origin == "stdlib")
 
     def _register(self, value: Any, path: str) -> None:
@@ -712,7 +749,9 @@ class Admission:
             if origin_of(value.__code__.co_filename) != "user":
                 for cell in value.__closure__ or ():
                     found = self.reads.note_cell(path, cell)
-                    if isinstance(found, FunctionType | MethodType | functools.partial) or _is_user_object(found):
+                    is_table = isinstance(found, dict) and value.__module__ == "functools"  # of singledispatch
+                    is_called = isinstance(found, FunctionType | MethodType | functools.partial)
+                    if is_called or is_table or _is_user_object(found):
                         self.admit(found, path, is_lenient=True)
             elif value.__code__ in self._active:
                 self._add_parts(value, path)
@@ -768,6 +807,11 @@ _registry_of: Any = vars(abc)["_get_dump"]  # what `ABCMeta._dump_registry` prin
 def _registered(kind: ABCMeta) -> tuple[int, ...]:
     """The classes that are registered as subclasses of an abstract one."""
     return tuple(sorted(id(reference()) for reference in _registry_of(kind)[0]))
+
+
+def _decimal_context() -> tuple[Any, ...]:
+    now = getcontext()
+    return now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp
 
 
 def _describe_plain(tensor: Tensor) -> tuple[Any, ...]:

@@ -238,17 +238,17 @@ class CompiledProgram:
         if is_dispatch_mode_on() or is_function_mode_on() or is_dual_level() or is_tracing():
             return self._target(*args, **kwargs)
         leaves, structure = split_arguments(args, kwargs)
-        if structure is not None and (unfit := describe_unfit(leaves)) is not None:
+        if (unfit := describe_unfit(leaves)) is not None:
             self._warn(unfit)
             return self._target(*args, **kwargs)
         state = self._known_state()
-        key = self._make_key(state, leaves, structure)
+        key = self._make_key(state, leaves, structure, (args, kwargs))
         flat = self._flat_tensors(state, leaves)
         kind = next((k for k in self._kinds.get(key, ()) if k.guard.holds(flat)), None)
         if kind is None:
             if self._makes_optimizer_state() or self._has_enough_kinds():
                 return self._target(*args, **kwargs)
-            kind = self._trace_kind(key, leaves, structure)
+            kind = self._trace_kind(leaves, structure, (args, kwargs))
             flat = self._flat_tensors(self._known_state(), leaves)
         kind.calls += 1
         return self._target(*args, **kwargs) if kind.run is None else self._run_kind(kind, flat)
@@ -290,9 +290,9 @@ class CompiledProgram:
         self._warn(f"it was traced for {MAX_KINDS} kinds of inputs already")
         return True
 
-    def _make_key(self, state: ProgramState, leaves: Sequence[Any], structure: Any) -> Any:
+    def _make_key(self, state: ProgramState, leaves: Sequence[Any], structure: Any, nest: Any) -> Any:
         gradients = self._has_gradients(state) if self._in_step else ()
-        key = mode_key(), argument_key(leaves, structure), gradients
+        key = mode_key(), argument_key(leaves, structure, nest), gradients
         comm = self._comm_of(state, leaves)
         if comm.world_size == 1 or not self._asks_ranks:
             return key
@@ -320,7 +320,7 @@ class CompiledProgram:
 
     # Tracing
 
-    def _trace_kind(self, key: Any, leaves: Sequence[Any], structure: Any) -> Kind:
+    def _trace_kind(self, leaves: Sequence[Any], structure: Any, nest: Any) -> Kind:
         """Trace a kind of call on all ranks, or find out that it runs without a graph."""
         state = self._refresh_state()
         comm = self._comm_of(state, leaves)
@@ -351,7 +351,7 @@ class CompiledProgram:
             return kind
         if problem is not None:
             self._give_up(kind, problem)
-        self._kinds.setdefault(self._make_key(state, leaves, structure), []).insert(0, kind)
+        self._kinds.setdefault(self._make_key(state, leaves, structure, nest), []).insert(0, kind)
         self._order.append(kind)
         return kind
 
@@ -387,6 +387,9 @@ class CompiledProgram:
             except Exception as error:  # whatever stops a trace: the program runs without a graph, or raises it there
                 problem = _describe_error(error)
                 calls_backward = trace.backward_calls > 0 and not self._in_step
+        guard.asks_gradients = admission is not None and admission.mentions("grad")
+        if guard.asks_gradients and guard.argument_has_gradient(flat) and not self._in_step:
+            problem = problem or "it may read the gradient that an argument has"
         kind.facts |= guard.reads.facts()
         kind.reason = self._explain_trace(kind)
         moves = [text for name in sorted(kind.schedules) for text in (name, *kind.schedules[name].events)]

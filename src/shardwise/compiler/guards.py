@@ -13,9 +13,15 @@ first state) cannot be part of a graph. It is described, and everything is put b
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter, methodcaller
+from pathlib import PurePath
 from types import FunctionType
 from typing import Any
 
@@ -28,6 +34,7 @@ from shardwise._torch import (
     autocast_device_types,
     default_device,
     global_module_hooks,
+    global_step_hooks,
     is_any_autocast_enabled,
 )
 from shardwise._tree import flatten_nest
@@ -94,6 +101,12 @@ class AttributeWatch:
         self._before = [dict(module.__dict__) for module in state.modules]
         self._kinds = [*map(type, state.modules)]
         self._held = [*global_module_hooks(), *(held for module in state.modules for held in _held_by(module))]
+        for optimizer in state.optimizers:
+            self._held += [
+                *global_step_hooks(),
+                optimizer._optimizer_step_pre_hooks,
+                optimizer._optimizer_step_post_hooks,
+            ]
         self._objects = [value for held in self._held for value in held.values()]
         self._groups = [_group_values(optimizer) for optimizer in state.optimizers]
         self._optimized = [[*_optimizer_objects(optimizer)] for optimizer in state.optimizers]
@@ -178,14 +191,17 @@ def _group_values(optimizer: torch.optim.Optimizer) -> list[object]:
     ]
 
 
-LEAVES = (Tensor, *SIMPLE)
-
-
 def mode_key() -> tuple[Any, ...]:
     """Torch's modes that a graph depends on."""
     casts = _autocast_modes() if is_any_autocast_enabled() else ()
     gradients = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return *gradients, torch.get_default_dtype(), default_device(), casts
+    return *gradients, torch.get_default_dtype(), default_device(), casts, _flags()
+
+
+def _flags() -> tuple[Any, ...]:
+    """Flags of torch that code may ask for."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return deterministic, torch.is_anomaly_enabled(), torch.get_float32_matmul_precision(), torch.get_num_threads()
 
 
 def _autocast_modes() -> tuple[Any, ...]:
@@ -194,7 +210,7 @@ def _autocast_modes() -> tuple[Any, ...]:
 
 def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     """The leaves of the arguments and how they are nested; None for plain positional arguments."""
-    if not kwargs and all(isinstance(a, LEAVES) for a in args):
+    if not kwargs and all(isinstance(a, Tensor) or type(a) in SIMPLE for a in args):
         return list(args), None
     return flatten_nest((args, kwargs))
 
@@ -202,23 +218,71 @@ def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list
 def describe_unfit(leaves: Sequence[Any]) -> str | None:
     """What cannot be compared from call to call, or None: an argument that is neither a tensor nor a plain value."""
     for number, leaf in enumerate(leaves):
-        kind: Any = type(leaf)
-        if isinstance(leaf, (*LEAVES, type, FunctionType)) or (kind.__hash__ and kind.__eq__ is not object.__eq__):
-            continue
-        return f"argument {number} is a {kind.__name__}; pass tensors, numbers and strings, or lists, dicts of them"
+        if isinstance(leaf, Tensor):
+            if any(name not in _FIELDS and name[:1] != "_" for name in leaf.__dict__):
+                return f"argument {number} is a tensor with attributes of its own; pass them as arguments"
+        elif _value_key(leaf) is None:
+            kind = type(leaf).__name__
+            return f"argument {number} is a {kind}; pass tensors, numbers and strings, or lists, dicts of them"
     return None
 
 
-def argument_key(leaves: Sequence[Any], structure: Any) -> tuple[Any, ...]:
+_FIELDS = frozenset(("sharding", "local_parts", "comm"))
+_BY_VALUE = (int, bool, str, bytes, type(None), range, type(Ellipsis), torch.dtype, torch.device, torch.layout)
+_BY_TEXT = (torch.memory_format, np.dtype, Decimal, Fraction, PurePath, date, time, timedelta)
+
+
+def _value_key(value: Any) -> Any:
+    """A key that two values share if no program can tell them apart, or None where that is not known.
+
+    >>> _value_key((1, 0.0)) == _value_key((1, -0.0)), _value_key((1,)) == _value_key((True,))
+    (False, False)
+    """
+    kind = type(value)
+    if kind in _BY_VALUE:
+        return kind, value
+    if kind is float:
+        return kind, struct.pack("d", value)
+    if kind is complex:
+        return kind, struct.pack("dd", value.real, value.imag)
+    if kind is tuple or kind is torch.Size or kind is slice:
+        return _key_of_parts(kind, (value.start, value.stop, value.step) if kind is slice else value)
+    if kind is frozenset:
+        parts = {_value_key(part) for part in value}
+        return None if None in parts else (kind, frozenset(parts))
+    if isinstance(value, Enum | type | FunctionType):
+        return kind, id(value), value if isinstance(value, Hashable) else None
+    if isinstance(value, np.generic):
+        return kind, value.tobytes()
+    if is_dataclass(value) and kind.__dataclass_params__.frozen and not hasattr(kind, "__slots__"):
+        return _key_of_parts(kind, (*vars(value), *vars(value).values()))
+    return (kind, str(value)) if isinstance(value, _BY_TEXT) else None
+
+
+def _key_of_parts(kind: type, parts: Iterable[Any]) -> Any:
+    found = [_value_key(part) for part in parts]
+    return None if None in found else (kind, *found)
+
+
+def _kinds_of_keys(value: Any) -> Iterator[type]:
+    """The classes of the keys of dicts that are no strings: of equal keys, 1 and True, code sees which it was."""
+    if isinstance(value, dict):
+        yield from (type(key) for key in value if type(key) is not str)
+    if isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _kinds_of_keys(part)
+
+
+def argument_key(leaves: Sequence[Any], structure: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     """What finds the kinds that a call may be of."""
-    key: list[Any] = [structure]
+    key: list[Any] = [structure, *_kinds_of_keys(args)]
     for leaf in leaves:
         if isinstance(leaf, ShardedTensor):
             key += (type(leaf), id(leaf.sharding), takes_any_mesh(leaf))
         elif isinstance(leaf, Tensor):
             key.append(Tensor)
         else:
-            key += (type(leaf), struct.pack("d", leaf) if isinstance(leaf, float) else leaf)
+            key.append(_value_key(leaf))
     return tuple(key)
 
 
@@ -235,10 +299,11 @@ def describe_argument(value: Any) -> str:
 
 def describe_call(leaves: Sequence[Any], state: ProgramState, gradients: Sequence[bool]) -> dict[str, str]:
     """The facts about a call that decide its kind, by name."""
-    grad, inference, dtype, device, casts = mode_key()
+    grad, inference, dtype, device, casts, flags = mode_key()
     facts = {f"argument {i}": describe_argument(leaf) for i, leaf in enumerate(leaves)}
     facts |= {"grad mode": str(grad), "inference mode": str(inference), "default dtype": str(dtype)}
     facts["default device"] = str(device)
+    facts["deterministic, anomaly mode, precision, threads"] = ", ".join(map(str, flags))
     facts["autocast"] = ", ".join(f"{device} to {to}" for device, to in casts) or "off"
     facts["gradients at the start"] = f"{sum(gradients)} of {len(gradients)}"
     for i, module in enumerate(state.modules):
@@ -274,11 +339,13 @@ class KindGuard:
         self.reads = Reads()
         self.memory: MemoryWatch | None = None
         self.shares_memory = False  # whether calls of this kind have a tensor in the memory of one that is written to
+        self.asks_gradients = False  # whether the program may ask for the gradient of an argument
         self.always = False  # whether calls with other values are of this kind as well: it has no graph and gets none
         self._state = state
         self._shardings = [t.sharding for t in state.sharded]
         self._layouts = tuple(layouts)  # keys have their identities: they stay alive
         self._count = len(flat)
+        self._has_gradients = self.argument_has_gradient(flat)
         self._repeats = _find_repeats(flat)
         distinct = _leave_out(flat, self._repeats)
         self._tensors = TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None) if flat else None
@@ -291,6 +358,8 @@ class KindGuard:
             return False
         if not self.watch.is_unchanged() or not self.reads.holds():
             return False
+        if self.asks_gradients and self.argument_has_gradient(flat) != self._has_gradients:
+            return False
         if self._tensors is None:
             return True
         if not self._repeats:
@@ -298,6 +367,11 @@ class KindGuard:
         else:
             fits = _find_repeats(flat) == self._repeats and bool(self._tensors.check(*_leave_out(flat, self._repeats)))
         return fits and (self.memory is None or (self.memory.find(flat) is not None) == self.shares_memory)
+
+    def argument_has_gradient(self, flat: Sequence[Tensor]) -> bool:
+        """Whether a tensor that is passed, a leaf of the tape, has a gradient already."""
+        own = {id(tensor) for tensor in self._state.local_tensors()}
+        return any(t.requires_grad and t.is_leaf and t.grad is not None for t in flat if id(t) not in own)
 
     def difference(self) -> str | None:
         """What is not as it was besides the arguments, in words, or None."""

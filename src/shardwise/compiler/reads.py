@@ -48,6 +48,7 @@ from torch import Tensor
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 MISSING: Any = object()
 _CONTENTS = attrgetter("cell_contents")
+_BASES, _NAMES = attrgetter("__mro__"), attrgetter("__name__", "__qualname__")
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -61,8 +62,8 @@ def is_same(one: Any, other: Any) -> bool:
     kind = type(one)
     if kind is not type(other):
         return False
-    if kind is float:
-        return struct.pack("d", one) == struct.pack("d", other)
+    if kind is float:  # a nan is in a list only if it is the same object
+        return one == one and struct.pack("d", one) == struct.pack("d", other)
     if kind is complex:
         return is_same((one.real, one.imag), (other.real, other.imag))
     if kind is tuple or kind is torch.Size:
@@ -199,6 +200,8 @@ class Reads:
         self._cells: dict[int, tuple[str, CellType, Any]] = {}
         self._functions: dict[int, tuple[str, FunctionType, tuple[Any, ...]]] = {}
         self._objects: dict[int, tuple[str, Any, type, Any]] = {}
+        self._classes: dict[int, tuple[str, type, tuple[type, ...]]] = {}
+        self._named: dict[int, tuple[str, Any, tuple[str, str]]] = {}
         self._stages: list[Callable[[], bool]] | None = None
 
     # What is noted
@@ -222,6 +225,14 @@ class Reads:
     def note_object(self, path: str, value: Any, attributes: Any) -> None:
         """Note an object's class, and its dict of attributes where it has one."""
         self._objects.setdefault(id(value), (path, value, type(value), attributes))
+
+    def note_class(self, path: str, kind: type) -> None:
+        """Note the bases of a class."""
+        self._classes.setdefault(id(kind), (path, kind, kind.__mro__))
+
+    def note_name(self, path: str, named: Any) -> None:
+        """Note what a function or class is called."""
+        self._named.setdefault(id(named), (path, named, _NAMES(named)))
 
     def note_value(self, source: str, read: Callable[[], Any], put: Callable[[Any], None] | None = None) -> Any:
         """Note what a function returns now, and return it."""
@@ -279,6 +290,8 @@ class Reads:
         kinds = [kind for _, _, kind, _ in self._objects.values()]
         owners = [value for _, value, _, attributes in self._objects.values() if attributes is not None]
         attributes = [attributes for *_, attributes in self._objects.values() if attributes is not None]
+        classes, bases = [c for _, c, _ in self._classes.values()], [mro for *_, mro in self._classes.values()]
+        called, names = [one for _, one, _ in self._named.values()], [both for *_, both in self._named.values()]
         values = self.values
         stages: list[tuple[Any, Callable[[], bool]]] = [
             (named, lambda: all(map(is_, chain.from_iterable(map(call, getters, dicts)), named_values))),
@@ -291,6 +304,8 @@ class Reads:
             (functions, lambda: all(map(is_, chain.from_iterable(map(_function_parts, functions)), function_values))),
             (objects, lambda: all(map(is_, map(type, objects), kinds))),
             (owners, lambda: all(map(is_, map(_attributes_of, owners), attributes))),
+            (classes, lambda: all(map(is_, map(_BASES, classes), bases))),
+            (called, lambda: [*map(_NAMES, called)] == names),
             (values, lambda: all(is_same(value.read(), value.before) for value in values)),
         ]
         return [stage for places, stage in stages if places]
@@ -314,6 +329,14 @@ class Reads:
         for path, value, kind, attributes in self._objects.values():
             if type(value) is not kind or (attributes is not None and _attributes_of(value) is not attributes):
                 yield f"the class or the dict of {path}", value, None
+        yield from (
+            (f"the bases of {path}", kind, None)
+            for path, kind, mro in self._classes.values()
+            if _BASES(kind) is not mro
+        )
+        yield from (
+            (f"the name of {path}", one, None) for path, one, both in self._named.values() if _NAMES(one) != both
+        )
         for value in self.values:
             if not is_same(now := value.read(), value.before):
                 yield value.source, now, value.before
@@ -400,7 +423,12 @@ PURE_STDLIB = words(
     """
 )
 OPAQUE_STDLIB = words("logging typing abc re warnings inspect weakref")
-_IMPURE_STDLIB_CODE = words("currentframe stack getouterframes getinnerframes getmembers trace import_module reload")
+_IMPURE_STDLIB_CODE = words(
+    """
+    currentframe stack getouterframes getinnerframes getmembers trace import_module reload get_type_hints
+    get_annotations signature isEnabledFor getEffectiveLevel hasHandlers
+    """
+)
 _OS_CODE = words("getenv __getitem__ encode decode fspath get __contains__ __iter__ __len__ encodekey check_str")
 _PURE_C_MODULES = words(
     """
@@ -414,7 +442,7 @@ IMPURE_TRUSTED = words(
     """
     manual_seed seed initial_seed load save fork_rng get_rng_state set_rng_state set_default_dtype
     set_default_device set_default_tensor_type __array__ __dlpack__ storage untyped_storage typed_storage
-    share_memory_ use_deterministic_algorithms set_printoptions
+    share_memory_ use_deterministic_algorithms set_printoptions get_printoptions geterr seterr getbufsize
     """
 )
 _IMPURE_TORCH = words(
@@ -430,7 +458,13 @@ _BY_NAME = words("getattr hasattr setattr delattr")
 _COMPUTED = _BY_NAME | words(
     "vars dir __dict__ __getattribute__ attrgetter methodcaller format format_map __getstate__"
 )
-_REFLECTIVE = words("__globals__ __closure__ cell_contents f_globals f_locals f_back gi_frame __subclasses__")
+_REFLECTIVE = words(
+    """
+    is_leaf grad_fn _version retains_grad
+    __globals__ __closure__ __code__ __defaults__ __kwdefaults__ cell_contents f_globals f_locals f_back gi_frame
+    __subclasses__
+    """
+)
 _LOADS_ONE = words("LOAD_FAST LOAD_FAST_CHECK LOAD_DEREF LOAD_GLOBAL LOAD_NAME LOAD_CONST")
 
 
@@ -452,8 +486,9 @@ def origin_of_module(name: object) -> Origin:
     """Whose code a Python module has."""
     if not isinstance(name, str):  # a class whose `__module__` is a descriptor
         return "user"
-    root, filename = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None)
-    if filename is not None:
+    module = sys.modules.get(name)
+    root, filename = name.partition(".")[0], None if module is None else vars(module).get("__file__")
+    if isinstance(filename, str):
         return origin_of(filename)
     if root.startswith("namedtuple_") or root in (*_TRUSTED_PACKAGES, "shardwise"):
         return "trusted"
@@ -588,5 +623,9 @@ def line_of(code: CodeType, names: set[str]) -> int:
 
 
 NUMPY_READERS = ("random", "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "save", "savez")
+NUMPY_CONSTANTS = words("_ArrayFunctionDispatcher _NoValueType ufunc")
+_OF_FUNCTIONS = words("__name__ __qualname__ __doc__ __annotations__ __module__")
+FUNCTION_METADATA = {name: vars(FunctionType)[name] for name in _OF_FUNCTIONS}
+CLASS_METADATA = {n: vars(type)[n] for n in words("__name__ __qualname__")}
 LRU_CACHE: Any = functools._lru_cache_wrapper
 PLAIN_TYPES = _PLAIN_TYPES

@@ -155,12 +155,20 @@ class TracedArguments:
     structure: Any
     leaves: tuple[Any, ...]
 
-    def rebuild(self, tensors: Iterator[Tensor], comm: Comm, given: Sequence[Any]) -> tuple[Any, Any]:
-        """The arguments and keyword arguments that were passed, around other local tensors."""
-        values = [_rebuild_leaf(leaf, tensors, comm) for leaf in self.leaves]
-        for value, source in zip(values, given, strict=True):
+    def rebuild(
+        self, tensors: Iterator[Tensor], comm: Comm, given: Sequence[Any], known: Sequence[Tensor]
+    ) -> tuple[Any, Any]:
+        """The arguments and keyword arguments that were passed, around other local tensors.
+
+        A tensor that is passed twice is one tensor there as well; one of the state, which is known, is itself.
+        """
+        made = {id(tensor): tensor for tensor in known}
+        values: list[Any] = []
+        for leaf, source in zip(self.leaves, given, strict=True):
+            value = _rebuild_leaf(leaf, tensors, comm)
             if isinstance(value, ShardedTensor):
                 copy_mesh_note(source, value)
+            values.append(made.setdefault(id(source), value) if isinstance(source, Tensor) else value)
         if self.structure is None:
             return tuple(values), {}
         args, kwargs = unflatten_nest(values, self.structure)
@@ -284,7 +292,7 @@ class FlatProgram:
             stack.enter_context(use_comm(twin))
             stack.enter_context(computing_with_tensors(self.state, rates))
             self.result.draws = stack.enter_context(trace_draws(streams))
-            args, kwargs = self.arguments.rebuild(iter(tensors), twin, self.given)
+            args, kwargs = self.arguments.rebuild(iter(tensors), twin, self.given, self.state.sharded)
             stack.enter_context(torch.set_grad_enabled(self.grad_mode))
             if self.in_step:  # checkpointed code is computed again inside the graph
                 stack.enter_context(saved_tensors_hooks_in_traces())

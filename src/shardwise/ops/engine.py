@@ -224,7 +224,7 @@ def _finish(call: OperatorCall, given: Sequence[ShardedTensor], result: Any) -> 
             if tensor._copied_from is not None:
                 tensor._copied_from.write_back()
     if gives_views(op):
-        note_copies(given, result)
+        note_copies(op, given, result)
         allow_writes(call, given, result)
         if given[0]._pinned_axes:
             keep_pins(given[0], result)

@@ -43,7 +43,7 @@ from shardwise.ops.unshard import vary_along
 from shardwise.ops.views import all_dims, arguments_by_name, mesh_view, redistribute_to
 from shardwise.tensor.move import format_layout_text, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.writes import check_leaf_without_data, gives_views, mark_copied
+from shardwise.tensor.writes import check_leaf_without_data, gives_views, mark_copied, note_write_without_data
 
 WHOLE_REDUCTIONS = {
     aten.sum.default,
@@ -247,7 +247,8 @@ def _note_written(tensor: ShardedTensor, results: Sequence[Tensor]) -> ShardedTe
     """A tensor whose local tensors were written to; where there are none, what was written is on the tape."""
     tensor.__dict__.pop("_varied", None)
     if not tensor.local_parts and results[0].requires_grad and torch.is_grad_enabled():
-        tensor._anchor = _as_anchor(results[0])
+        tensor._anchor = None  # what is written depends on it
+        note_write_without_data(tensor, _as_anchor(results[0]))
     return tensor
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise._cache import cached
-from shardwise._torch import aten, is_composite, pytree, saved_tensors_hook_pair
+from shardwise._torch import aten, is_composite, is_inference_wrapper, pytree, saved_tensors_hook_pair
 from shardwise.comm import Comm
 from shardwise.comm.stand_in import StandInComm
 from shardwise.geometry import MeshSpec
@@ -33,7 +33,7 @@ from shardwise.ops.rule import OperatorCall, Steps, find_rule, has_tag, is_point
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.writes import MEMORY_NOTES, note_write_without_data, turn_into
+from shardwise.tensor.writes import MEMORY_NOTES, find_base, note_write_without_data, turn_into
 
 _ASK_ALL_RANKS = {aten._local_scalar_dense.default, aten._linalg_check_errors.default, aten.detach.default}
 _STAND_IN = "_stand_in"
@@ -212,9 +212,11 @@ def _stand_in_for(tensor: ShardedTensor, comm: StandInComm) -> ShardedTensor:
 
 
 def _make_locals(tensor: ShardedTensor, rank: int) -> list[Tensor]:
+    """Local tensors without values: of inference mode where those of the other rank are."""
     shapes = tensor.sharding.local_shapes(rank)
     if not tensor.requires_grad:
-        return [torch.empty(shape, dtype=tensor.dtype, device="meta") for shape in shapes]
+        with torch.inference_mode(is_inference_wrapper(find_base(tensor))):
+            return [torch.empty(shape, dtype=tensor.dtype, device="meta") for shape in shapes]
     taped = tensor._tape_tensors()[0]
     with torch.enable_grad():
         return [_EnterMesh.apply(taped, shape) for shape in shapes]  # type: ignore[no-untyped-call]  # untyped in torch

@@ -227,12 +227,20 @@ class AttributesMixin(Tensor):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]  # answered from the local tensors
         """The type of the elements."""
-        return self.local_parts[0].dtype if self.local_parts else super().dtype
+        if self.local_parts:
+            return self.local_parts[0].dtype
+        with DisableTorchFunctionSubclass():  # which would ask for the dtype again
+            return super().dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # answered from the local tensors
         """The device of this rank's local tensors."""
-        return self.local_parts[0].device if self.local_parts else super().device
+        return self.local_parts[0].device if self.local_parts else self._wrapper_device()
+
+    def _wrapper_device(self) -> torch.device:
+        """The device by which torch's layers (autocast) go: that of the ranks that have local tensors."""
+        with DisableTorchFunctionSubclass():  # which would ask for the device again
+            return super().device
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]  # never

@@ -17,6 +17,7 @@ from shardwise._text import draw_html
 from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, advise_ranks, name_ranks
 from shardwise.comm.current import GroupOrComm, resolve_comm
+from shardwise.comm.stand_in import StandInComm
 from shardwise.geometry import Layout, LayoutError, Mesh, Placement, ShardingSpec
 from shardwise.geometry.notation import find_dtype, read_spec
 from shardwise.tensor import pickling
@@ -101,13 +102,20 @@ def wrap(
     anchor: Tensor | None = None,
     cls: type[ShardedTensor] | None = None,
 ) -> ShardedTensor:
-    """A ShardedTensor over these local tensors, unchecked; dtype and device count where this rank has none."""
+    """A ShardedTensor over these local tensors, unchecked; dtype and device count where this rank has none.
+
+    A rank that takes part without data has local tensors without memory; what it wraps is on the device of the others,
+    so that autocast casts it as it does there.
+    """
     known = locals_[0] if locals_ else None
+    if known is not None:
+        stands_in = known.is_meta and comm.__class__ is StandInComm
+        device = comm.device_of_others if stands_in else known.device  # type: ignore[attr-defined]
     tensor: ShardedTensor = make_wrapper_subclass(
         cls or ShardedTensor,
         layout.shape,
         dtype=dtype if known is None else known.dtype,
-        device=(device or _device_without_parts(layout, comm)) if known is None else known.device,
+        device=device or _device_without_parts(layout, comm),
     )
     tensor.sharding = layout
     tensor.local_parts = locals_

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise._cache import cached
-from shardwise._torch import is_dispatch_mode_on, set_wrapper_shape, storage_identity
+from shardwise._torch import aten, is_dispatch_mode_on, set_wrapper_shape, storage_identity
 from shardwise.comm import DisagreementError
 from shardwise.geometry import Layout, LayoutError
 from shardwise.tensor.autograd_mixin import CopiedView, count_inference_write, is_written_back
@@ -26,7 +27,7 @@ from shardwise.tensor.random import (
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 _COPIED_BY = "shardwise_copied_by"
-WITNESS, _VIEW_OF = "_witness", "_view_of"
+WITNESS, _VIEW_OF, _VIEWS = "_witness", "_view_of", "_views"
 MEMORY_NOTES = "_memory_notes"  # what a rank outside of the mesh knows of the memory of others
 
 
@@ -104,17 +105,34 @@ def count_write(tensor: ShardedTensor) -> None:
 
 
 def note_write_without_data(tensor: ShardedTensor, anchor: Tensor | None) -> None:
-    """Put what was written to a tensor on its tape and on that of the tensors it is a view of, on a rank without data.
+    """Put what was written to a tensor on its tape, and on that of all tensors in its memory, on a rank without data.
 
     Otherwise this rank would not meet the moves of others in the backward pass.
     """
     if anchor is None or not anchor.requires_grad or not torch.is_grad_enabled():
         return
-    own = tensor._anchor
-    tensor._anchor = anchor if own is None or not own.requires_grad else (own + anchor).to(own.dtype)
-    base: ShardedTensor | None = tensor.__dict__.get(_VIEW_OF)
-    if base is not None:
-        note_write_without_data(base, anchor)
+    base = find_base(tensor)
+    views = (view() for view in base.__dict__.get(_VIEWS, ()))
+    for one in {id(t): t for t in (tensor, base, *views) if t is not None}.values():
+        own = one._anchor
+        one._anchor = anchor if own is None or not own.requires_grad else (own + anchor).to(own.dtype)
+
+
+def find_base(tensor: ShardedTensor) -> ShardedTensor:
+    """The tensor that this one is a view of, on a rank without data, where no memory tells; or itself."""
+    while (base := tensor.__dict__.get(_VIEW_OF)) is not None:
+        tensor = base
+    return tensor
+
+
+def _note_view(view: ShardedTensor, source: ShardedTensor, *, is_detached: bool) -> None:
+    """Note what memory a result without data shares: writes to it count for both, and have gradients for both."""
+    view.__dict__[WITNESS] = _find_witness(source)
+    base = find_base(source)
+    if not is_detached and base is not view:  # an operator may return what it got
+        view.__dict__[_VIEW_OF] = base
+        held = [ref for ref in base.__dict__.get(_VIEWS, ()) if ref() is not None]
+        base.__dict__[_VIEWS] = [*held, weakref.ref(view)]
 
 
 def check_leaf_without_data(tensor: ShardedTensor) -> None:
@@ -125,7 +143,7 @@ def check_leaf_without_data(tensor: ShardedTensor) -> None:
         tensor._anchor.zero_()
 
 
-def note_copies(given: Sequence[ShardedTensor], result: Any) -> None:
+def note_copies(op: Any, given: Sequence[ShardedTensor], result: Any) -> None:
     """Note for results that torch would return as views, and that were copied, what they were taken from."""
     before = next((t._copied_from for t in given if t._copied_from is not None), None)
     sources = [local for t in given for local in t.local_parts or (_find_witness(t),)]
@@ -134,7 +152,7 @@ def note_copies(given: Sequence[ShardedTensor], result: Any) -> None:
             continue
         if (name := _name_of_copy(output)) is None:
             if not output.local_parts:
-                output.__dict__[WITNESS], output.__dict__[_VIEW_OF] = _find_witness(given[0]), given[0]
+                _note_view(output, given[0], is_detached=op is aten.detach.default)
             continue
         output._fingerprint = None
         if before is not None and share_memory(output.local_parts, sources):

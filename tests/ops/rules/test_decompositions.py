@@ -27,6 +27,10 @@ KNOWN = {
     "aten.embedding_dense_backward.default",
     "aten.glu_backward.default",
     "aten.native_layer_norm_backward.default",
+    # Second gradients: of elu, at its corner, the third; log_sigmoid, which calls the other, has a rule of its own.
+    "aten.log_sigmoid_forward.default",
+    # The second gradient of torch's operator is not that of v * g / |v|; the decomposition's is.
+    "aten._weight_norm_interface.default",
 }
 HARMLESS = ({"infinities"}, {"nan"}, {"infinities", "nan"})
 
@@ -36,7 +40,7 @@ def test_decompositions_that_differ_have_rules() -> None:
     found, tried = find_differences()
     assert {name: found[name] for name in found.keys() - KNOWN} == {}
     assert len(tried) > 40
-    second = [name for name in KNOWN if set(found.get(name, {}).values()) == {"gradients"}]
+    second = [name for name in KNOWN if set(found.get(name, {}).values()) <= {"gradients", "second gradients"}]
     assert [n for n in KNOWN if n not in second and found.get(n) and set(found[n]) not in HARMLESS] == []
 
 

@@ -246,7 +246,7 @@ def _is_split_or_partial(tensor: ShardedTensor, dim: int) -> bool:
 
 def _smooth_labels(x: Any, target: Any, weight: Any, ignore_index: int, smoothing: float, reduction: int) -> Any:
     """(1 - smoothing) of the target's loss, and the rest spread over all classes; autocast computes it in float32."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype in (torch.bfloat16, torch.float16):
+    if torch.is_autocast_enabled(x._wrapper_device().type) and x.dtype in (torch.bfloat16, torch.float16):
         x = x.float()
     classes, count = _class_dim(x), x.shape[_class_dim(x)]
     logs: Any = F.log_softmax(x, classes)
