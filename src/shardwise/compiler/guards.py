@@ -13,7 +13,7 @@ first state) cannot be part of a graph. It is described, and everything is put b
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -251,7 +251,7 @@ def _value_key(value: Any) -> Any:
         parts = {_value_key(part) for part in value}
         return None if None in parts else (kind, frozenset(parts))
     if isinstance(value, Enum | type | FunctionType):
-        return kind, id(value), value if isinstance(value, Hashable) else None
+        return None if kind.__hash__ is None else (kind, id(value), value)  # kept, so that no other has its id
     if isinstance(value, np.generic):
         return kind, value.tobytes()
     if is_dataclass(value) and kind.__dataclass_params__.frozen and not hasattr(kind, "__slots__"):
