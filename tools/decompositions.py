@@ -255,9 +255,9 @@ def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
         return None
     weights = torch.arange(1, 1 + results[0].numel(), dtype=torch.float64).reshape(results[0].shape)
     total = (torch.view_as_real(results[0]).sum(-1) if results[0].is_complex() else results[0]) * weights
-    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+    options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True, "create_graph": True}
     try:
-        return list(torch.autograd.grad(total.sum(), used, create_graph=True, **options))
+        return list(torch.autograd.grad(total.sum(), used, **options))
     except REFUSALS:
         return None
 

@@ -251,7 +251,8 @@ def _value_key(value: Any) -> Any:
         parts = {_value_key(part) for part in value}
         return None if None in parts else (kind, frozenset(parts))
     if isinstance(value, Enum | type | FunctionType):
-        return None if kind.__hash__ is None else (kind, id(value), value)  # kept, so that no other has its id
+        is_hashed = getattr(kind, "__hash__", None) is not None
+        return (kind, id(value), value) if is_hashed else None  # kept, so that no other has its id
     if isinstance(value, np.generic):
         return kind, value.tobytes()
     if is_dataclass(value) and kind.__dataclass_params__.frozen and not hasattr(kind, "__slots__"):
