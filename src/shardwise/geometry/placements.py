@@ -410,13 +410,13 @@ class Shard(_Questions):
     @property
     def is_plain(self) -> bool:
         """Whether the dim is split as `torch.chunk` does, counted in rows."""
-        return self.is_even and self.unit is None
+        return self.is_in_runs and self.sizes is None and self.unit is None
 
     @property
     def is_in_runs(self) -> bool:
         """Whether each rank gets one run of the rows, in the order of the axis."""
-        other = (self.groups, self.block, self.owners, self.each)
-        return all(rule is None for rule in other) and not self.zigzag
+        cut_by_rules = self.groups is not None or self.block is not None or self.owners is not None
+        return not (cut_by_rules or self.each is not None or self.zigzag)
 
     def along(self, dim: int) -> Shard:
         """The same split of another dim.

@@ -231,12 +231,13 @@ def _find_free_strategy(strategies: Sequence[Strategy], operands: Sequence[Opera
     now = [o.spec.placements[axis] for o in operands]
     if any(isinstance(p, Partial) for p in now):
         return None
+    copied = any(isinstance(p, Shard) and p.each is not None for p in now)
     for strategy in strategies:
         costs = (
             o.price_change(axis, then, 0) if then is not None and _is_possible(o, p, then) else 1
             for o, p, then in zip(operands, now, strategy.inputs, strict=True)
         )
-        if not _keeps_copies(strategy) and any(isinstance(p, Shard) and p.each is not None for p in now):
+        if copied and not _keeps_copies(strategy):
             continue
         if _is_for(strategy, axis) and strategy.cost is None and not any(costs):
             return strategy
@@ -387,7 +388,9 @@ def leading_cuts(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> lis
             if not isinstance(then, Shard):
                 continue
             cut = now if isinstance(now, Shard) and now.dim == then.dim else None
-            kept = cut.without_copies() if cut is not None and not _keeps_copies(strategy) else cut
+            kept = cut
+            if cut is not None and cut.each is not None and not _keeps_copies(strategy):
+                kept = cut.without_copies()
             weight = operand.nbytes + (1 << 62 if operand.written else 0)
             if cut is not None:
                 weight += (1 << 60 if cut.each is None else 1 << 59) + (1 << 61 if axis in operand.pinned else 0)
