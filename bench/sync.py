@@ -2,7 +2,8 @@
 
 All ranks are processes of one world, so that all contenders run in one program and in turns. The trainer's 4 ranks have
 rows of every tensor, the server's 2 ranks want rows. Raw: one message of gloo for each pair of ranks. Whole parameters:
-each is gathered on one rank and broadcast to the server's ranks, which cut their part out, as many projects do.
+each is gathered on one rank and broadcast to the server's ranks, which cut their part out, as many projects do. Tensors
+of 16 elements show what a push and a pull cost besides their bytes: that is a figure of CPU time on each rank.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwise
-from bench.report import Figures
+from bench.report import Cell, Figures
 from shardwise.comm import LocalWorld, default_comm
 
 TRAINERS, SERVERS = (0, 1, 2, 3), (4, 5)
 WIDTH = 1024
+SMALL = ("push of 16 elements each, CPU time", "pull of 16 elements each, CPU time")
 ADDRESS, TOKEN = "tcp://127.0.0.1:29644", "of the benchmark"
 
 
@@ -46,10 +48,12 @@ def run(sizes: SyncBenchSizes) -> list[Figures]:
     seconds = {name: [max(turn) for turn in zip(*(rank[name] for rank in found), strict=True)] for name in names}
     raw = median(seconds["raw messages (gloo)"])
     nbytes = _rows(sizes) * sizes.tensors * WIDTH * 4
-    rows = [
+    rows: list[list[Cell]] = [
         [name, median(spans) * 1000, nbytes / median(spans) / 1e9, median(spans) / raw]
         for name, spans in seconds.items()
+        if name not in SMALL
     ]
+    rows += [[name, median(seconds[name]) * 1000, None, None] for name in SMALL]
     return [
         Figures(
             f"sync: {nbytes / 1e6:.0f} MB in {sizes.tensors} tensors, 4 -> 2 processes of one host",
@@ -93,7 +97,24 @@ def _measure(sizes: SyncBenchSizes) -> dict[str, list[float]]:
     if rank in SERVERS:
         assert all(float(x[0, 0]) == (rank - 4) * 2 for x in local), "wrong values arrived"
     link.close()
+    spans |= _measure_small(sizes, ours, rank in TRAINERS)
     return {name: found[1:] for name, found in spans.items()}  # the first turn plans and allocates
+
+
+def _measure_small(sizes: SyncBenchSizes, ours: Any, trains: bool) -> dict[str, list[float]]:
+    """CPU seconds of this rank's thread for a push and a pull of as many tensors of 16 elements."""
+    spans: dict[str, list[float]] = {name: [] for name in SMALL}
+    state = {f"w{i}": torch.zeros(16) for i in range(sizes.tensors)}
+    link: Any = (shardwise.sync.publish if trains else shardwise.sync.subscribe)(state, ADDRESS, token=TOKEN, comm=ours)
+    for turn in range(sizes.repeats + 1):
+        for name, works in zip(SMALL, (trains, not trains), strict=True):
+            dist.barrier()
+            start = time.thread_time()
+            if works:
+                _sync(link, 0 if trains else TRAINERS[-1] + 1, turn)
+            spans[name].append(time.thread_time() - start)
+    link.close()
+    return spans
 
 
 def _time(spans: dict[str, list[float]], name: str, contender: Callable[[int], object], turn: int) -> None:

@@ -578,17 +578,25 @@ class Publisher:
         before = None if self._last is None else self._slots[self._last[0]]
         last, self._last = self._last, None  # until all ranks have written
         changed: dict[int, Flags] = {}
-        for at, place in enumerate(self._places):
-            piece = place.view(slot.memory)
-            part = by_name[place.name].locals[place.part][place.where].reshape(place.shape)
+        pieces = self._pieces_of(slot)
+        for at, (place, piece) in enumerate(zip(self._places, pieces, strict=True)):
+            part = by_name[place.name].locals[place.part]
+            if part.shape != piece.shape:
+                part = part[place.where]
             if self._changes is None or before is None:
                 piece.copy_(part)
                 continue
-            old = piece.clone() if before is slot else place.view(before.memory)
+            old = piece.clone() if before is slot else self._pieces_of(before)[at]
             piece.copy_(part)
             changed[at] = compare(piece, old)
         if self._changes is not None and last is not None:
             self._changes.add(seq, last[1], changed)
+
+    def _pieces_of(self, slot: VersionSlot) -> list[Tensor]:
+        """Where each piece of this rank is in a slot."""
+        if not slot.pieces:
+            slot.pieces = [place.view(slot.memory) for place in self._places]
+        return slot.pieces
 
     def _news(self) -> Mapping[str, Any]:
         with self._desk.changed:

@@ -102,6 +102,8 @@ class VersionSlot(_Slot):
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.pieces: list[Tensor] = []
+        """Views of the memory, made once by whoever writes to it."""
         self.descriptor: int | None = None
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create("shardwise-sync", os.MFD_CLOEXEC)
