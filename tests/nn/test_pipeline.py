@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 )
 from torch.testing import assert_close
 
-from shardwise import Comm, Mesh, ModelPlan, ShardedTensor, default_comm, load, run_local, save, shard_module
+from shardwise import Comm, Mesh, ModelPlan, ShardedTensor, default_comm, hf, load, run_local, save, shard_module
 from shardwise.nn import Pipeline, PlanError, load_plan, save_plan
 from tests.nn.test_combinations import rows_of, whole
 from tests.nn.test_sequence_parallel import PARAMETERS, WIDTH, WORDS, Block, _batch
@@ -173,6 +173,15 @@ def test_parameters_without_values_are_those_of_the_dense_model_in_any_stage() -
     assert_close({**found[0], **found[1]}, expected)
 
 
+def test_a_made_plan_for_a_mesh_with_stages_is_that_of_the_other_axes() -> None:
+    example = {"ids": torch.zeros(1, LENGTH, dtype=torch.long)}
+    made = hf.plan(make_llama(), Mesh.of(pp=2, dp=2, tp=2), example, sequence_parallel=True)
+    inner = hf.plan(make_llama(), Mesh.of(dp=2, tp=2), example, sequence_parallel=True)
+    assert made.stages == "balanced" and made.parameters == inner.parameters and made.activations == "tp: S(1)"
+    assert made.input_plan == inner.input_plan == "dp: S(0)"
+    assert hf.plan(make_llama(), Mesh.of(pp=4)).stage_count == 4
+
+
 def test_a_plan_with_stages_is_a_text_and_a_file(tmp_path: Path) -> None:
     for stages in (BY_HAND, "balanced", 8):
         plan = make_plan(Mesh.of(pp=4, tp=2), stages, "tp: S(1)")
@@ -182,6 +191,70 @@ def test_a_plan_with_stages_is_a_text_and_a_file(tmp_path: Path) -> None:
         specs = make_plan(Mesh.of(pp=2, tp=2), "balanced").specs(Llama())
     assert str(specs["blocks.0.q.weight"].mesh.ranks.tolist()) == "[0, 1]"
     assert str(specs["head.weight"].mesh.ranks.tolist()) == "[2, 3]"
+
+
+class Scaled(nn.Module):
+    """A layer that reads a mask besides the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.linear(x).tanh() * mask
+
+
+class Masked(nn.Module):
+    """A model that scales its tokens and reads a mask in each layer; returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Scaled() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        x, mask = self.embed(ids) * 2, mask.unsqueeze(-1)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return {"logits": self.head(x).clamp(-3, 3)}
+
+
+def make_masked() -> Masked:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        return Masked()
+
+
+def run_masked() -> tuple[Any, str]:
+    plan = ModelPlan(Mesh.of(pp=4, dp=2), {}, input_plan="dp: S(0)", output_plan="plain", stages="balanced")
+    comm, model = default_comm(), shard_module(make_masked(), plan)
+    ids, mask = (t[rows_of(plan.mesh, comm.rank, ROWS)] for t in (_batch(ROWS, LENGTH)[0], MASK))
+    pipeline = Pipeline(model, ids[:2], mask[:2])
+    schedule = ScheduleGPipe(pipeline.stage, n_microbatches=2)
+    with torch.no_grad():
+        made = schedule.step(ids, mask) if pipeline.stage.is_first else schedule.step(mask=mask)
+        text = ""
+        if not pipeline.stage.is_first:
+            with pytest.raises(PlanError) as raised:
+                pipeline.modules[0](torch.zeros(2, LENGTH, WIDTH))
+            text = str(raised.value)
+    return made, text
+
+
+MASK = (torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 3 > 0).float()
+
+
+def test_outputs_are_this_ranks_rows_and_inputs_that_later_stages_read_are_passed_to_them(world: Any) -> None:
+    """What surrounds the layers (a scale before them, a limit after them) is computed once."""
+    expected = make_masked()(_batch(ROWS, LENGTH)[0], MASK)["logits"]
+    found = world.run(run_masked)
+    assert all(made is None for made, _ in found[:6])
+    assert_close(torch.cat([made for made, _ in found[6:]]), expected)
+    assert {text for _, text in found[2:]} == {
+        f"stages: stage {stage} reads the input 'mask' of the model; pass it to every stage, as in "
+        "schedule.step(mask=...)"
+        for stage in (1, 2, 3)
+    }
 
 
 @pytest.mark.parametrize(

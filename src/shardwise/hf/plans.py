@@ -50,7 +50,7 @@ from shardwise._torch import pytree
 from shardwise.geometry import Mesh, Replicate, Shard
 from shardwise.geometry.notation import read_placements
 from shardwise.nn.heads import Projection, deal_heads, is_linear
-from shardwise.nn.plan import OTHERS, PLAIN, REPLICATED, ModelPlan, PlanError, match_patterns
+from shardwise.nn.plan import BALANCED, OTHERS, PLAIN, REPLICATED, STAGE_AXIS, ModelPlan, PlanError, match_patterns
 from shardwise.nn.stages import copy_on_meta
 
 _FUSED = re.compile(r"qkv|gate_up|query_key_value|up_gate")  # layers that are several in one
@@ -327,7 +327,7 @@ _AXES = (TENSOR_AXIS, EXPERT_AXIS, *DATA_AXES, SEQUENCE_AXIS)
 def plan(
     model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None = None, *, sequence_parallel: bool = False
 ) -> ModelPlan:
-    """The plan of a model for a mesh with the axes tp, ep, dp, fsdp and cp (some of them); print it to edit it.
+    """The plan of a model for a mesh with the axes tp, ep, dp, fsdp, cp and pp (some of them); print it to edit it.
 
     A model without a `tp_plan` of its own is followed through one forward pass without values; `example` has the
     arguments of that pass, where they cannot be made from the model's config. With `sequence_parallel` what is between
@@ -350,9 +350,17 @@ def plan(
     >>> plan(Block(), Mesh.of(fsdp=2, tp=2), {"x": torch.ones(1, 4)}).parameters["up.weight"]
     'fsdp: S(1), tp: S(0)'
     """
+    if STAGE_AXIS in mesh.axes:
+        rest = [axis for axis in mesh.axes if axis != STAGE_AXIS]
+        made = ModelPlan(mesh, {}, input_plan=REPLICATED, output_plan=PLAIN, stages=BALANCED)
+        if rest:
+            inner = plan(model, made.stage_mesh(0), example, sequence_parallel=sequence_parallel)
+            made = replace(inner, mesh=mesh, stages=BALANCED)
+        made.specs(model)
+        return made
     unknown = [axis for axis in mesh.axes if axis not in _AXES]
     if unknown:
-        raise PlanError(f"the axis {unknown[0]!r} of {mesh} says nothing: name axes {', '.join(_AXES)}")
+        raise PlanError(f"the axis {unknown[0]!r} of {mesh} says nothing: name axes {', '.join((*_AXES, STAGE_AXIS))}")
     if sequence_parallel and TENSOR_AXIS not in mesh.axes:
         raise PlanError(f"sequence_parallel=True splits activations along {TENSOR_AXIS!r}, and {mesh} has no such axis")
     placements: dict[str, dict[str, str]] = {}
