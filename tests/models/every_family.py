@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -410,7 +411,7 @@ def write_families(cells: Mapping[tuple[str, str], Mapping[str, str]]) -> str:
         mine = sorted(kind for kind, other in kinds.items() if other == head and kind not in left_out)
         every = [kind for kind in mine if all(r == "equal" for (k, _), r in results.items() if k == kind)]
         if mine:
-            lines += [f"### {title}", "", f"{len(mine)} families. Equal in all layouts: {', '.join(every)}.", ""]
+            lines += [f"### {title}", "", _wrap(f"{len(mine)} families. Equal in all layouts: {', '.join(every)}."), ""]
         others = [(k, layout, r) for (k, layout), r in results.items() if k in mine and k not in every and r != "equal"]
         rows: dict[tuple[str, str], list[str]] = {}
         for kind, layout, result in others:
@@ -420,8 +421,12 @@ def write_families(cells: Mapping[tuple[str, str], Mapping[str, str]]) -> str:
             lines += [f"| {kind} | {', '.join(layouts)} | {result} |" for (kind, result), layouts in rows.items()]
             lines += [""]
     if left_out:
-        lines += [f"Not tried, as no small model of it ran on one process here: {', '.join(sorted(left_out))}."]
+        lines += [_wrap(f"Not tried, as no small model of it ran on one process here: {', '.join(sorted(left_out))}.")]
     return text + "\n".join(lines).rstrip() + "\n"
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
 def _shorten(sentence: str) -> str:

@@ -278,12 +278,21 @@ NETWORKS: dict[str, Callable[[Callable[[str], Any]], nn.Module]] = {
 }
 
 
+LIBRARIES = ("timm)", "torchvision)", "diffusers)", "x-transformers)", "peft)", "trl)")
+
+
 def write_table(results: Mapping[tuple[str, str], str]) -> str:
     """The page of families and layouts: what was shown of each."""
     columns = [*dict.fromkeys(layout for _, layout in results)]
     rows = [*dict.fromkeys(family for family, _ in results)]
     lines = [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    lines += [f"| {row} | {' | '.join(results.get((row, column)) or '-' for column in columns)} |" for row in rows]
+    together: dict[tuple[str, str], list[str]] = {}  # rows of one library with the same results
+    for row in rows:
+        name, _, library = row.partition(" (")
+        cells = " | ".join(results.get((row, column)) or "-" for column in columns)
+        together.setdefault((library if library in LIBRARIES else row, cells), []).append(name)
+    for (library, cells), names in together.items():
+        lines.append(f"| {', '.join(names) + ' (' + library if library in LIBRARIES else library} | {cells} |")
     return _PAGE.format(table="\n".join(lines))
 
 

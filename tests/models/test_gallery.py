@@ -33,7 +33,13 @@ def rows_of(batch: Mapping[str, Tensor], mesh: Mesh, rank: int) -> dict[str, Ten
     if axis is None:
         return dict(batch)
     part, parts = mesh.coordinates(rank)[axis], mesh.axis_size(axis)
-    return {n: value.chunk(parts)[part] if isinstance(value, Tensor) else value for n, value in batch.items()}
+
+    def take(value: Any) -> Any:
+        if isinstance(value, list):  # an item for each row
+            return value[part * len(value) // parts : (part + 1) * len(value) // parts]
+        return value.chunk(parts)[part] if isinstance(value, Tensor) else value
+
+    return {name: take(value) for name, value in batch.items()}
 
 
 def join_rows(mesh: Mesh, results: list[Tensor]) -> Tensor:

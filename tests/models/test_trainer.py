@@ -197,12 +197,13 @@ def test_a_model_that_is_not_sharded_is_refused(tmp_path: Path) -> None:
 
 def train_with_smoothing(layout: str | None, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     """The Trainer's own label smoothing makes a loss of the outputs for this rank's rows."""
+    if layout is not None:
+        start_accelerate()
     model, data = FAMILIES["llama"].build(transformers), Sentences()
     options = arguments(folder, 2 if layout else 4, save_strategy="no", label_smoothing_factor=0.1)
     if layout is None:
         trainer = transformers.Trainer(model, options, train_dataset=data)
     else:
-        start_accelerate()
         shard_module(model, shardwise.hf.plan(model, LAYOUTS[layout]))
         trainer = shardwise.hf.ShardedTrainer(model, options, train_dataset=data)
     trainer.train()

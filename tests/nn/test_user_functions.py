@@ -298,3 +298,44 @@ def test_packed_sequences_of_split_batches(axis: str, patterns: dict[str, str]) 
 
     for found in run_local(body, 2):
         torch.testing.assert_close(found, run(make(), ids, lengths))
+
+
+class Boxes(nn.Module):
+    """A loss of as many boxes in each row as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, labels: list[dict[str, Tensor]]) -> Tensor:
+        found = self.head(x)
+        losses = [
+            (row - item["boxes"]).square().sum() * item["weight"] for row, item in zip(found, labels, strict=True)
+        ]
+        made: Tensor = torch.stack(losses).mean()
+        return made
+
+
+@pytest.mark.parametrize("axes", [("dp",), ("dp", "tp")])
+def test_a_list_with_a_dict_for_each_row_has_those_of_all_parts(axes: tuple[str, ...]) -> None:
+    x = torch.arange(12.0).reshape(4, 3) / 10
+    labels = [{"boxes": torch.full((i + 1, 2), 0.5 * i), "weight": torch.tensor(i + 1.0)} for i in range(4)]
+    torch.manual_seed(0)
+    start, mesh = Boxes(), Mesh.of(**dict.fromkeys(axes, 2))
+    dense = copy.deepcopy(start)
+    expected = dense(x, labels=labels)
+    expected.backward()
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        model = copy.deepcopy(start)
+        shard_module(model, ModelPlan(mesh, {}, input_plan="dp: S(0)", output_plan="plain"))
+        part = mesh.coordinates(comm.rank)["dp"]
+        loss = model(x[2 * part : 2 * part + 2], labels=labels[2 * part : 2 * part + 2])
+        loss.backward()
+        gradient = model.head.weight.grad
+        assert isinstance(gradient, ShardedTensor)
+        return loss.detach(), gradient.full()
+
+    for loss, gradient in run_local(body, mesh.size):
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(gradient, dense.head.weight.grad)

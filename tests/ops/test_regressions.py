@@ -486,3 +486,9 @@ def test_a_row_of_irregular_pieces_is_changed_in_place(rows: int) -> None:
     expected[0] = 2
     for found in run_local(body, 3):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_repeats_of_tile_are_no_dims(layout: str) -> None:
+    check(lambda x: x.tile(2) + x.tile((1, 2)), [LAYOUTS[layout]], (matrix(1),))
+    check(lambda x: x.tile((3, 2)), [LAYOUTS[layout]], (matrix(1),))

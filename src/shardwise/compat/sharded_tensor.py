@@ -615,9 +615,9 @@ class TorchShardedTensor(TorchShardedTensorBase):
 
     def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:  # type: ignore[override]  # as the native one
         """A copy of this tensor; differentiable."""
-        if memory_format is not torch.preserve_format:
+        if memory_format not in (torch.contiguous_format, torch.preserve_format):
             raise RuntimeError(f"Only support torch.preserve_format for ShardedTensor! Got {memory_format}")
-        return super().clone()
+        return super().clone(memory_format=memory_format)
 
     def gather(  # type: ignore[override]  # torch.distributed's verb, and torch.gather by other arguments
         self,

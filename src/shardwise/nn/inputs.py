@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, Token
@@ -51,8 +52,8 @@ from torch import Tensor, nn
 from shardwise._text import public
 from shardwise._torch import count_running_calls, is_transformed_tensor, proxy_mode, pytree
 from shardwise._tree import flatten_nest, map_nest, unflatten_nest
-from shardwise.comm import Comm, DisagreementError, agree, gather_values, name_ranks
-from shardwise.comm.stand_in import StandInComm, traced_comm
+from shardwise.comm import Comm, DisagreementError, agree, gather_raw, gather_values, name_ranks
+from shardwise.comm.stand_in import StandInComm, is_tracing, traced_comm
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Placement, Replicate, Shard, format_placement
 from shardwise.geometry.mesh import IntArray
 from shardwise.nn.plan import PLAIN, ModelPlan
@@ -146,6 +147,8 @@ def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None
         warn_compiled_callers()
         _drop_interrupted(module)
         placements = replicated if _whole_batch.get() else given
+        if kwargs and any(p.is_shard(0) for p in placements):
+            kwargs = {name: _join_items(name, value, plan, comm) for name, value in kwargs.items()}
         taken: tuple[Any, Any]
         plain = not kwargs and all(type(value) is Tensor for value in args)
         if plain and not by_name:  # the usual case, without looking into nests
@@ -330,6 +333,35 @@ def _place_tensors(
         if each != batch:
             found[index] = _cut_input(found[index], each, is_named=bool(named) and named[index] is not None)
     return found
+
+
+def _join_items(name: str, value: Any, plan: ModelPlan, comm: Comm) -> Any:
+    """A list with a dict of tensors for each row (boxes in an image): those of all parts, on every rank."""
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+        return value
+    mesh, comm = plan.mesh, traced_comm(comm)
+    buffer = io.BytesIO()
+    torch.save([{key: _detach(leaf) for key, leaf in item.items()} for item in value], buffer)
+    if is_tracing():
+        raise UnsupportedOpError(f"inputs: {name} is a list with a dict for each row, whose values a graph cannot hold")
+    given = gather_raw(comm, buffer.getvalue(), label=f"inputs: {name}")
+    placements = plan.input_placements or ()
+    parts = [axis for axis, p in zip(mesh.axes, placements, strict=True) if p.is_shard(0)]
+    here = {axis: at for axis, at in mesh.coordinates(comm.rank).items() if axis not in parts}
+    ranks = [int(rank) for rank in mesh.submesh(*parts, **here).ranks.reshape(-1)]
+    device = next((leaf.device for leaf in value[0].values() if isinstance(leaf, Tensor)), None)
+    items = [item for r in ranks for item in torch.load(io.BytesIO(given[r]), map_location=device, weights_only=True)]
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return wrap(_input_layout(tuple(leaf.shape), mesh, plan.replicated.placements), (leaf,), comm)
+
+    return [{key: place(leaf) for key, leaf in item.items()} for item in items]
+
+
+def _detach(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _refuse_transforms(tensors: Sequence[Tensor], comm: Comm) -> None:

@@ -429,16 +429,16 @@ def _linear_local_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None
     mesh = _sharding_mesh(weight) if isinstance(weight, ShardedTensor) else None
     result = _linear_over_mesh(input, weight, mesh) if mesh is not None and isinstance(weight, ShardedTensor) else None
     if result is None:
-        return F.linear(input, _gather_parameter(weight), None if bias is None else _gather_parameter(bias))
-    return result if bias is None else result + _gather_parameter(bias)
+        comm = next(t.comm for t in (weight, bias) if isinstance(t, ShardedTensor))
+        return F.linear(input, _gather_parameter(weight, comm), None if bias is None else _gather_parameter(bias, comm))
+    return result if bias is None else result + _gather_parameter(bias, weight.comm)  # type: ignore[attr-defined]
 
 
-def _gather_parameter(parameter: Tensor) -> Tensor:
-    """All of a parameter, its gradients summed over the ranks."""
-    if not isinstance(parameter, ShardedTensor):
-        return parameter
-    comm = parameter.comm
+def _gather_parameter(parameter: Tensor, comm: Comm) -> Tensor:
+    """All of a parameter, its gradients summed over the ranks; a plain one is the same on every rank."""
     dst = replicated_layout(tuple(parameter.shape), comm.ranks)
+    if not isinstance(parameter, ShardedTensor):
+        parameter = wrap(dst, (parameter,), comm)
     locals_, anchor = move_to(parameter, dst, "linear")
     return vary_along(wrap(dst, locals_, comm, dtype=parameter.dtype, anchor=anchor), dst, (0,))
 

@@ -150,6 +150,9 @@ def written_slots(op: Any) -> tuple[str, ...]:
     return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+_NO_DIMS = ("diag_embed", "diag_embed_copy", "::tile")  # the `dims` of tile are how often it repeats
+
+
 @cached()
 def _dim_arguments(op: Any) -> tuple[tuple[int, str], ...]:
     """The places and names of the arguments that are dims of an operator's first tensor."""
@@ -158,7 +161,7 @@ def _dim_arguments(op: Any) -> tuple[tuple[int, str], ...]:
         return ()
     first = str(schema.arguments[0].type)
     named = [(i, a.name) for i, a in enumerate(schema.arguments) if a.name in ("dim", "dims", "dim0", "dim1")]
-    known = first in ("Tensor", "List[Tensor]") and not schema.name.endswith(("diag_embed", "diag_embed_copy"))
+    known = first in ("Tensor", "List[Tensor]") and not schema.name.endswith(_NO_DIMS)
     return tuple(named) if known else ()
 
 
