@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench import (
+    autoplan,
     checkpoint,
     compiled,
     estimates,
@@ -39,6 +40,7 @@ SECTIONS: dict[str, Section] = {
     "layouts": lambda tiny: layouts.run(layouts.TINY if tiny else layouts.LayoutBenchSizes()),
     "plans": lambda tiny: plans.run(plans.TINY if tiny else plans.PlanBenchSizes()),
     "estimates": lambda tiny: estimates.run(estimates.TINY if tiny else estimates.EstimateBenchSizes()),
+    "autoplan": lambda tiny: autoplan.run(autoplan.TINY if tiny else autoplan.AutoplanBenchSizes()),
     "page": lambda tiny: page.run(page.TINY if tiny else page.PageBenchSizes()),
     "ops": lambda tiny: ops.run(ops.TINY if tiny else ops.OpBenchSizes()),
     "first_use": lambda tiny: first_use.run(first_use.TINY if tiny else first_use.FirstUseSizes()),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -140,7 +141,7 @@ def run(sizes: EstimateBenchSizes) -> list[Figures]:
             chosen = [(n, *p) for n, p in make_plans().items() if p[0].mesh.size == ranks][: sizes.plans]
             for name, plan, experts in chosen:
                 for compiled in (False, True):
-                    found = world.run(_measure, name, experts, compiled, sizes)
+                    found = world.run(measure_step, plan, experts, compiled, sizes)
                     seconds = median(max(turn) for turn in zip(*(own for own, _ in found), strict=True))
                     guess = _estimate(plan, experts, compiled, made, sizes)
                     peak = max(nbytes for _, nbytes in found)
@@ -203,20 +204,17 @@ def _estimate(plan: ModelPlan, experts: bool, compiled: bool, made: Calibration,
 
 def _local_sequences(plan: ModelPlan, sizes: EstimateBenchSizes) -> int:
     """What a rank passes: its part of the batch where the plan cuts it."""
-    cut = {axis: size for axis, size in zip(plan.mesh.axes, plan.mesh.shape, strict=True) if axis in ("dp", "fsdp")}
-    count = 1
-    for size in cut.values():
-        count *= size
-    return sizes.sequences // count
+    return sizes.sequences // math.prod(
+        size for placed, size in zip(plan.input_placements or (), plan.mesh.shape, strict=False) if placed.is_shard(0)
+    )
 
 
-def _measure(name: str, experts: bool, compiled: bool, sizes: EstimateBenchSizes) -> tuple[list[float], int]:
+def measure_step(plan: ModelPlan, experts: bool, compiled: bool, sizes: EstimateBenchSizes) -> tuple[list[float], int]:
     """Seconds of each step on this rank, and the most bytes that it held."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    plan, _ = make_plans()[name]
     comm = default_comm()
     small = shard_module(Net(TINY, experts), plan)
     small(torch.zeros(TINY.sequences, TINY.length, dtype=torch.int64)).sum().backward()  # loads what every step needs

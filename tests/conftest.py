@@ -34,6 +34,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Files that take longest, the longest first: two workers that take files in turn should end together.
 LONG_FILES = [
+    "planner/test_auto.py",
     "ops/test_check_rule.py",
     "testing/test_fuzz.py",
     "testing/test_fuzz_ranks.py",

@@ -228,9 +228,9 @@ def autoplan(
 
     \b
     Examples:
-      shardwise autoplan models:make --mesh dp=2,tp=4 --memory 40GiB --topology topology.toml -o plan.toml
+      shardwise autoplan models:make --mesh dp=2,tp=4 --memory 40GiB -o plan.toml
       shardwise autoplan llama/config.json --ranks 64 --sweep --dtype bf16
-      shardwise autoplan models:make --mesh tp=4 --fix "inputs=replicated" --explain
+      shardwise autoplan models:make --mesh tp=4 --fix inputs=replicated
     """
     if (mesh is None) == (ranks is None) or (all_meshes and ranks is None):
         raise LayoutError("pass one of --mesh and --ranks; --sweep prints all meshes of --ranks")
