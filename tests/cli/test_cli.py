@@ -182,7 +182,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 
 def test_demo_draws_two_layouts_and_the_transfer() -> None:
     first, second, third = draw_before(), draw_after(), explain_transfer()
-    assert first.heading == "A tensor is laid out over a 2 x 2 mesh of ranks."
+    assert first.heading == "A tensor is split over a 2 x 2 mesh of ranks."
     assert plain_text(second.lines).startswith("f32[8,8] on rows=4 @ 2,0,3,1: S(0) sizes(3,1,0,4)\n")
     assert "moved             240 B, lower bound 240 B" in plain_text(third.lines)
     assert third.data["transfer"]["moved_bytes"] == 240

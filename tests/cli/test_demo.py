@@ -23,7 +23,7 @@ from shardwise.cli.demo_story import (
 from shardwise.view import plain_text
 
 HEADINGS = [
-    "A tensor is laid out over a 2 x 2 mesh of ranks.",
+    "A tensor is split over a 2 x 2 mesh of ranks.",
     "The target has uneven rows and another order of ranks.",
     "The plan moves the fewest bytes.",
     "The same move on 4 processes: every element arrived.",

@@ -44,7 +44,7 @@ def parse_demo_layouts() -> tuple[TensorType, TensorType]:
 def draw_before() -> Chapter:
     """A tensor cut in quarters over a 2 x 2 mesh."""
     before, _ = parse_demo_layouts()
-    return Chapter("A tensor is laid out over a 2 x 2 mesh of ranks.", tensor_lines(before, terminal_width()))
+    return Chapter("A tensor is split over a 2 x 2 mesh of ranks.", tensor_lines(before, terminal_width()))
 
 
 def draw_after() -> Chapter:

@@ -6,9 +6,10 @@ from typing import assert_type
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate as TorchReplicate
 
 import shardwise
-from shardwise import ChunkSpec, Mesh, Replicate, Shard, ShardedTensor, from_local, redistribute_many, shard
+from shardwise import ChunkSpec, Mesh, MeshSpec, Replicate, Shard, ShardedTensor, from_local, redistribute_many, shard
 
 x = torch.ones(8, 4)
 mesh = Mesh.of(dp=2, tp=2)
@@ -25,6 +26,9 @@ def right() -> None:
     from_local(x, "f32[8,4] on tp=1: S(0)")
     from_local([x], ChunkSpec(0, 4), (8, 4))
     from_local(x, mesh, [Shard(0), Replicate()], shape=(8, 4))
+    MeshSpec(mesh, (Shard(0), TorchReplicate()))
+    Mesh((2, 2), ("dp", "tp"))
+    shardwise.ones_like(a, dtype=torch.int64)
     assert_type(a.redistribute("S(1)"), ShardedTensor)
     assert_type(a.redistribute("S(1)", async_op=True).wait(), ShardedTensor)
     assert_type(redistribute_many([a], ["S(1)"]), list[ShardedTensor])
@@ -56,3 +60,10 @@ def wrong(a: ShardedTensor) -> None:
     shardwise.plan_transfer(3, 4, itemsize=4)  # type: ignore[arg-type]
     shardwise.save({"x": x}, "folder", comm=17)  # type: ignore[call-overload]
     shardwise.load({"x": x}, "folder", comm="world")  # type: ignore[arg-type]
+    MeshSpec(3, [Shard(0)])  # type: ignore[arg-type]
+    MeshSpec(mesh, 3)  # type: ignore[arg-type]
+    Mesh(object(), object())  # type: ignore[arg-type]
+    shardwise.full("tp: S(0)", 4.5, 1)  # type: ignore[arg-type]
+    shardwise.zeros_like(a, dtype="f32")  # type: ignore[arg-type]
+    shardwise.register_sharding(3)  # type: ignore[call-overload]
+    shardwise.describe_plan({"w": "S(0)"}, torch.nn.Linear(2, 2))  # type: ignore[arg-type]
