@@ -140,10 +140,13 @@ def public(function: C) -> C:
             return function(*args, **kwargs)
         except Exception as error:
             problem = None
-            if type(error) in _STUMBLES and not is_raised_here(error):
+            named = error.__dict__.get("_names_argument", False)  # of a public function that this one called
+            if named or (type(error) in _STUMBLES and not is_raised_here(error)):
                 problem = _wrong_argument(function, args, kwargs)
             if problem is not None:
-                raise TypeError(problem) from None
+                found = TypeError(problem)
+                found.__dict__["_names_argument"] = True
+                raise found from None
             raise shorten_traceback(error) from error.__cause__
 
     return cast(C, call)
@@ -156,7 +159,7 @@ def _wrong_argument(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         passed = known.bind(*args, **kwargs).arguments
     except TypeError:
         return None
-    name = function.__qualname__.removesuffix(".__init__")
+    name = function.__qualname__.removesuffix(".__init__").removesuffix(".__new__")
     for word, value in passed.items():
         parameter = known.parameters[word]
         several = parameter.kind is Parameter.VAR_POSITIONAL
@@ -168,7 +171,8 @@ def _wrong_argument(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
             if parameter.kind is not Parameter.VAR_KEYWORD and not _has_type(one, wanted):
                 shown = repr(one) if isinstance(one, str | int | float | complex) else ""
                 shown = f"({', '.join(type(v).__name__ for v in one[:4])})" if isinstance(one, list | tuple) else shown
-                words = ", ".join(_show_parameter(p) for p in known.parameters.values() if p.name != "self")
+                own = [p for p in known.parameters.values() if p.name not in ("self", "cls")]
+                words = ", ".join(map(_show_parameter, own))
                 got = f"got {type(one).__name__}{shown and ': '}{shown}"
                 return f"{name} takes {_say_type(wanted)} as {word!r}, {got}; the call is {name}({words})"
     return None
@@ -219,6 +223,7 @@ _LISTS = ("list", "tuple", "Sequence")
 def _show_parameter(parameter: Parameter) -> str:
     stars = {Parameter.VAR_POSITIONAL.name: "*", Parameter.VAR_KEYWORD.name: "**"}.get(parameter.kind.name, "")
     default = "" if parameter.default is Parameter.empty else f"={parameter.default!r}"
+    default = default if len(default) < 30 else "=..."
     return f"{stars}{parameter.name}{default}"
 
 

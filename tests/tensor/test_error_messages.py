@@ -163,7 +163,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a tensor as a model": (lambda: any_.shard_module(X, ModelPlan(ONE, {})), "takes a Module as 'module', got Tensor"),
     "a dtype as a text": (
         lambda: any_.zeros("tp: S(0)", 4, dtype="float32"),
-        "empty takes a dtype or None as 'dtype', got str: 'float32'",
+        "zeros takes a dtype or None as 'dtype', got str: 'float32'",
     ),
     "no size": (lambda: shardwise.randn("tp: S(0)"), "has no dim.*the size follows the spec, as in zeros"),
     "a seed as a text": (lambda: any_.manual_seed("x"), "manual_seed takes an int as 'seed', got str: 'x'"),
@@ -171,6 +171,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: any_.redistribute_many(on_mesh(), "R"),
         r"takes a list of tensors and a list of targets, got ShardedTensor and str; one is x.redistribute\(\)",
     ),
+    "a number as pieces": (
+        lambda: any_.EnumerableSpec(3),
+        "EnumerableSpec takes a Sequence of Piece as .pieces., got int: 3",
+    ),
+    "a path as a checkpoint": (lambda: any_.Checkpoint("run"), "Checkpoint takes a Store as .store., got str: .run."),
     "numbers as pieces": (
         lambda: any_.infer_spec((4,), [3]),
         r"infer_spec takes a Sequence of Piece as 'pieces', got list: \(int\)",

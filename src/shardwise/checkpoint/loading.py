@@ -647,6 +647,7 @@ class Checkpoint:
     (['w'], {'step': 7})
     """
 
+    @public
     def __init__(self, store: Store, verify: bool = True) -> None:
         self._store, self._verify = store, verify
         self._names = stored_names(store.index)

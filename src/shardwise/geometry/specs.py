@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardwise._text import count_of
+from shardwise._text import count_of, public
 from shardwise.geometry.box import LayoutError, Piece, to_int_tuple
 from shardwise.geometry.layout import (
     MAX_ARRAY_DIMS,
@@ -114,6 +114,7 @@ class GridSpec(_ProductSpec):
     splits: tuple[int | tuple[int, ...], ...]
     ranks: IntArray
 
+    @public
     def __init__(self, splits: Sequence[int | Sequence[int]], ranks: npt.ArrayLike) -> None:
         chosen = tuple(s if isinstance(s, int) else to_int_tuple(s, "splits of GridSpec") for s in splits)
         object.__setattr__(self, "splits", chosen)
@@ -352,6 +353,7 @@ class EnumerableSpec(ShardingSpec):
     devices: Devices
     replicated: bool
 
+    @public
     def __init__(self, pieces: Sequence[Piece], replicated: bool = False) -> None:
         ndims = {p.box.ndim for p in pieces}
         if len(ndims) > 1:

@@ -340,6 +340,7 @@ class BalancedPlanner(ShardingPlanner):
     ValueError: 3,360 bytes do not fit in 2 ranks of 1,000 bytes: ...
     """
 
+    @public
     def __init__(
         self,
         ranks: int | Sequence[int],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
-from shardwise._text import draw_html
+from shardwise._text import draw_html, public
 from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, advise_ranks, name_ranks
 from shardwise.comm.current import GroupOrComm, resolve_comm
@@ -198,6 +198,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     _reads_notation: ClassVar[bool] = True
 
     @staticmethod
+    @public
     def __new__(
         cls: type[ShardedTensor],
         sharding_spec: ShardingSpec | str,

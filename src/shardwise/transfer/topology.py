@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from shardwise._text import public
 from shardwise.geometry.box import LayoutError
 from shardwise.geometry.mesh import IntArray
 
@@ -72,6 +73,7 @@ class Topology:
     collectives: Collectives = "native"
     calibrated: bool = False
 
+    @public
     def __init__(
         self,
         ranks_per_host: int | None = None,
