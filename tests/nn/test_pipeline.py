@@ -15,10 +15,11 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.optim import AdamW
 from torch.testing import assert_close
 
 from shardwise import Comm, Mesh, ModelPlan, ShardedTensor, default_comm, hf, load, run_local, save, shard_module
-from shardwise.nn import Pipeline, PlanError, load_plan, save_plan
+from shardwise.nn import Pipeline, PlanError, ShardedOptimizer, load_plan, save_plan
 from tests.nn.test_combinations import rows_of, whole
 from tests.nn.test_sequence_parallel import PARAMETERS, WIDTH, WORDS, Block, _batch
 from tests.world import world_fixture
@@ -159,6 +160,47 @@ def test_a_rank_has_the_parameters_of_its_stages_and_loads_them_from_a_whole_mod
     assert parts[2] == parts[3] == ["blocks.2", "blocks.3", "head", "norm"]
     for state in found:
         assert_close(state, {name: model.state_dict()[name] for name in state})
+
+
+def test_stages_load_a_model_and_its_optimizer_from_another_plan(tmp_path: Path) -> None:
+    def save_tp2(comm: Comm) -> dict[str, Tensor]:
+        plan = ModelPlan(Mesh.of(tp=2), PARAMETERS, input_plan="replicated", output_plan="plain")
+        model, (ids, targets) = shard_module(make_llama(), plan), _batch(2, LENGTH)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loss_of(model(ids), targets).backward()
+        optimizer.step()
+        save({"model": model, "optimizer": optimizer}, tmp_path / "c")
+        return whole({name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()})
+
+    def load_stages(comm: Comm) -> dict[str, Tensor]:
+        model = shard_module(make_llama(), make_plan(Mesh.of(pp=2, tp=2), "balanced"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        load({"model": model, "optimizer": optimizer}, tmp_path / "c")
+        return whole({name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()})
+
+    expected, found = run_local(save_tp2, 2)[0], run_local(load_stages, 4)
+    assert {*found[0], *found[2]} == set(expected) and not {*found[0]} & {*found[2]}
+    for moments in found:
+        assert_close(moments, {name: expected[name] for name in moments})
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+def test_an_optimizer_that_was_made_before_holds_the_parameters_of_the_stage(kind: str) -> None:
+    def body(comm: Comm) -> list[str]:
+        model = make_llama()
+        named = dict(model.named_parameters())
+        make = {"torch": lambda: torch.optim.AdamW(named.values()), "ours": lambda: ShardedOptimizer(named, AdamW)}
+        optimizer: Any = make[kind]()
+        shard_module(model, make_plan(Mesh.of(pp=2), "balanced"))
+        held, own = optimizer.param_groups[0]["params"], list(model.parameters())
+        assert len(held) == len(own) and all(p is q for p, q in zip(held, own, strict=True))
+        for parameter in own:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return [name for name, p in model.named_parameters() if not torch.equal(p.full(), named[name])]
+
+    first, second = run_local(body, 2)
+    assert len(first) + len(second) == len(list(make_llama().parameters()))
 
 
 def test_parameters_without_values_are_those_of_the_dense_model_in_any_stage() -> None:

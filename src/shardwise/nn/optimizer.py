@@ -103,6 +103,27 @@ def hold_sharded_parameters(pairs: Sequence[tuple[Tensor, ShardedTensor]]) -> No
             optimizer.state[sharded] = shard_state(optimizer.state.pop(whole), sharded)
 
 
+def drop_parameters(parameters: Sequence[Tensor]) -> None:
+    """Let optimizers forget parameters, with their state: those of stages that other ranks have.
+
+    >>> kept, gone = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    >>> optimizer = optim.SGD([kept, gone], lr=0.5)
+    >>> drop_parameters([gone])
+    >>> [p.shape for p in optimizer.param_groups[0]["params"]]
+    [torch.Size([2])]
+    """
+    gone, optimizers = {id(p) for p in parameters}, _find_optimizers()
+    inner = {id(o._optim) for o in optimizers if isinstance(o, ShardedOptimizer)}
+    for optimizer in (o for o in optimizers if id(o) not in inner):
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer._drop(gone)
+            continue
+        for group in optimizer.param_groups:
+            group["params"][:] = [p for p in group["params"] if id(p) not in gone]
+        for parameter in [p for p in optimizer.state if id(p) in gone]:
+            del optimizer.state[parameter]
+
+
 def move_parameters(parameters: Sequence[ShardedTensor], layouts: Sequence[Layout]) -> list[nn.Parameter]:
     """The same parameters in other layouts, in one exchange with their gradients and the state of their optimizers.
 
@@ -261,6 +282,17 @@ class ShardedOptimizer(optim.Optimizer):
         self.__dict__.update(vars(self._optim))
         groups = zip(self._optim.param_groups, self._groups, strict=True)
         self.param_groups = [GroupView(group, [self.named_params[n] for n in names]) for group, names in groups]
+
+    def _drop(self, gone: set[int]) -> None:
+        """Forget parameters by their ids."""
+        kept = {name: p for name, p in self.named_params.items() if id(p) not in gone}
+        for parameter in (p for name, p in self.named_params.items() if name not in kept):
+            for local in local_tensors(parameter):
+                self._optim.state.pop(local, None)
+        self.named_params, self._groups = kept, [[n for n in names if n in kept] for names in self._groups]
+        for group, names in zip(self._optim.param_groups, self._groups, strict=True):
+            group["params"][:] = [local for name in names for local in local_tensors(kept[name])]
+        self._share()
 
     def _gather_local_state(self, parameter: ShardedTensor) -> None:
         """Keep the state of a parameter as ShardedTensors under the parameter itself, until `_replace` cuts it."""

@@ -57,7 +57,7 @@ from shardwise.geometry import Layout, LayoutError, ShardingSpec
 from shardwise.nn.inputs import adapt_methods, register_activation_hooks, register_input_hooks
 from shardwise.nn.lookup import register_local_batch_hooks
 from shardwise.nn.lookup_routes import owned_rows
-from shardwise.nn.optimizer import hold_sharded_parameters, register_state_dict_functions
+from shardwise.nn.optimizer import drop_parameters, hold_sharded_parameters, register_state_dict_functions
 from shardwise.nn.plan import (
     ModelPlan,
     PlanError,
@@ -515,6 +515,9 @@ def shard_module(
     else:
         _shard_by_names(module, plan, src_rank, process_group)
     after = [(before.get(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
+    if isinstance(plan, ModelPlan) and plan.stages is not None:
+        left = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        drop_parameters([parameter for name, parameter in before.items() if name not in left])
     hold_sharded_parameters([(w, p) for w, p in after if w is not None and w is not p and isinstance(p, ShardedTensor)])
     for text in heads if comm.rank == comm.ranks[0] else ():
         warnings.warn(text, stacklevel=3)
