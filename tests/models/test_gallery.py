@@ -224,6 +224,21 @@ def test_prompts_of_other_lengths_on_other_ranks_are_refused_on_all() -> None:
         assert "parts differ in dim 0 only" in text
 
 
+def test_shorter_prompts_are_filled_up_on_the_left_where_there_is_a_mask() -> None:
+    dense = FAMILIES["llama"].build(transformers)
+    prompts = [tokens()[2 * rank : 2 * rank + 2, : LENGTH - 3 * rank] for rank in range(2)]
+    expected = [dense.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY) for ids in prompts]
+
+    def body(comm: Comm) -> Tensor:
+        model = copy.deepcopy(dense)
+        shard_module(model, shardwise.hf.plan(model, LAYOUTS["dp2"]))
+        ids = prompts[comm.rank]
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+
+    for found, wanted in zip(run_local(body, 2, timeout=TIMEOUT), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_a_model_on_the_meta_device_has_its_rotary_frequencies(tmp_path: Path) -> None:
     dense = FAMILIES["llama"].build(transformers)
     dense.save_pretrained(tmp_path)

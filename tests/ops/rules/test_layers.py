@@ -80,6 +80,24 @@ def test_heads_and_rows_of_tables_stay_where_they_are() -> None:
     assert run_local(body, 2)[0] == ["(Partial('sum'),)", "(Shard(1),)", "(Shard(1),)"]
 
 
+def test_dropout_of_attention_takes_fewer_heads_of_keys() -> None:
+    """On one rank, whose random stream no other thread moves on."""
+
+    def body(comm: Comm) -> None:
+        mesh = Mesh.of(tp=1)
+        heads, grouped = laid(wave(2, 4, 3, 5), mesh, (Shard(1),)), laid(wave(2, 2, 3, 5), mesh, (Shard(1),))
+        repeated: Any = grouped.repeat_interleave(2, 1)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            found = attend(heads, grouped, grouped, dropout_p=0.5, enable_gqa=True)
+            torch.manual_seed(7)
+            expected = attend(heads, repeated, repeated, dropout_p=0.5)
+        torch.testing.assert_close(found.full(), expected.full())
+        assert not torch.allclose(found.full(), attend(heads, grouped, grouped, enable_gqa=True).full())
+
+    run_local(body, 1)
+
+
 def test_causal_rows_are_counted_from_the_first_one_also_where_another_axis_cuts_the_batch() -> None:
     x = wave(2, 2, 4, 3).detach()
     mesh = Mesh.of(dp=2, tp=2)
