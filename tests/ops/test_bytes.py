@@ -239,3 +239,21 @@ def test_a_split_batch_stays_split(rows: int) -> None:
     moved, placements = moved_bytes([Shard(1)], [Shard(0)], Mesh.of(fs=4), rows)
     assert placements == (Shard(0),)
     assert moved <= 3 * 32 * ROW_BYTES
+
+
+def test_a_pending_sum_is_made_before_it_becomes_wider() -> None:
+    """A norm converts what it reads to 32 bits, and what adds the stream later does not sum again."""
+
+    def body(comm: Comm) -> int:
+        mesh = Mesh.of(tp=2)
+        x = lay_out(torch.ones(8, 16, dtype=torch.bfloat16), MeshSpec(mesh, (Shard(1),)), None)
+        layer = lay_out(torch.ones(32, 16, dtype=torch.bfloat16), MeshSpec(mesh, (Shard(1),)), None)
+        with explain() as log:
+            stream = F.linear(x, layer)
+            wide = stream.float()
+            found = (wide * wide.pow(2).mean(-1, keepdim=True).rsqrt()).bfloat16() + torch.relu(stream)
+        assert found.full().eq(17).all()
+        return log.moved_bytes
+
+    clear_on_change()
+    assert run_local(body, 2, timeout=60.0)[0] == 2 * 8 * 32 * 2  # one sum of 16 bits, and no other

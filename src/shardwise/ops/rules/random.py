@@ -40,7 +40,8 @@ from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta, takes_copies
 from shardwise.ops.rules.pointwise import pointwise_strategies
 from shardwise.ops.rules.view import pending_kinds
-from shardwise.ops.views import gather_dims, mesh_spec_of, mesh_view, redistribute_to, resolve_partial
+from shardwise.ops.unshard import move_input
+from shardwise.ops.views import gather_dims, mesh_spec, mesh_spec_of, mesh_view, redistribute_to, resolve_partial
 from shardwise.tensor.autograd_function import register_autograd_function
 from shardwise.tensor.creation import empty, empty_like, rand, rand_like, randn, randn_like
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, run_function
@@ -258,13 +259,26 @@ def convert(x: TensorMeta, *, device: Any = None, **_: Any) -> list[Strategy] | 
 
 
 def convert_parts(tensor: ShardedTensor, **options: Any) -> ShardedTensor:
-    """The tensor with its local parts converted, whatever its layout; reduced first where parts are not enough."""
+    """The tensor with its local parts converted, whatever its layout; reduced first where parts are not enough.
+
+    A pending sum that becomes wider is made first, for half the bytes: norms convert what they read, and need the sum.
+    It stays with the tensor, so that what reads it next does not sum again.
+    """
     names = ("dtype", "device", "non_blocking", "memory_format")
+    dtype, pending = options.get("dtype") or tensor.dtype, tensor.sharding.pending
+    spec = mesh_view(tensor.sharding)
+    if pending is not None and pending.op == "sum" and spec is not None and _is_wider(dtype, tensor.dtype):
+        whole = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+        tensor = move_input(tensor, mesh_spec(spec.mesh, whole, spec.order).layout(tensor.sharding.shape), "conversion")
     try:
-        check_conversion(tensor.sharding.pending, tensor.dtype, options.get("dtype") or tensor.dtype)
+        check_conversion(tensor.sharding.pending, tensor.dtype, dtype)
     except ValueError:
         tensor = resolve_partial(tensor, "conversion")
     return tensor.to(**{k: v for k, v in options.items() if k in names and v is not None}, copy=True)
+
+
+def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
+    return one.is_floating_point and other.is_floating_point and one.itemsize > other.itemsize
 
 
 def _register_eager(op: Any, function: Callable[[Tensor], Tensor]) -> None:
