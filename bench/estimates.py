@@ -15,7 +15,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -216,7 +216,7 @@ def measure_step(plan: ModelPlan, experts: bool, compiled: bool, sizes: Estimate
     torch.set_num_threads(1)
     torch.manual_seed(0)
     comm = default_comm()
-    small = shard_module(Net(TINY, experts), plan)
+    small = shard_module(Net(replace(TINY, blocks=sizes.blocks), experts), plan)
     small(torch.zeros(TINY.sequences, TINY.length, dtype=torch.int64)).sum().backward()  # loads what every step needs
     del small
     gc.collect()
