@@ -89,7 +89,7 @@ def plan(
     Examples:
       shardwise plan "f32[4096,1024] on tp=4: S(0)" "on tp=4: S(1)"
       shardwise plan "bf16[8192,64] on dp=16: S(0)" "on tp=4: S(1)" --buffer 64MB
-      shardwise plan --model llama/config.json trainer.toml server.toml --apart --topology 8:450GB:50GB
+      shardwise plan --model config.json trainer.toml server.toml --apart
     """
     topology = Topology(ranks_per_host=ranks_per_host) if links is None else find_topology(links)
     if model is not None:
