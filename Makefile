@@ -66,6 +66,7 @@ matrix: $(STAMP)  ## try the wheel with each supported torch and Python, 5 GB ea
 fuzz: $(STAMP)  ## run random programs against whole tensors; others with SEED=5 PROGRAMS=1000
 	$(BIN)/python -m tools.fuzz --seed $(SEED) --programs $(PROGRAMS)
 	$(BIN)/python -m tools.fuzz --seed $(SEED) --programs $(PROGRAMS) --empty-ranks
+	$(BIN)/python -m tools.fuzz --seed $(SEED) --programs $(PROGRAMS) --compiled
 	$(BIN)/python -m tools.fuzz --seed $(SEED) --programs 40 --processes
 
 mutants: $(STAMP)  ## change the source a little, see which tests notice; one package with PACKAGE=ops

@@ -115,6 +115,14 @@ def test_a_second_gradient_that_is_wrong_is_noticed() -> None:
     assert (verdict.kind, "second gradient of a0" in verdict.text) == (WRONG, True), verdict
 
 
+def test_a_compiled_function_that_gives_something_else_is_noticed() -> None:
+    program = _program("v0 = a0 * (2 if torch.compiler.is_compiling() else 1)")
+    assert not run_on_threads(program).failed
+    verdict = run_on_threads(replace(program, compiled=True))
+    assert (verdict.kind, "compare compiled: v0" in verdict.text) == (WRONG, True), verdict
+    assert not run_on_threads(replace(_program("v0 = a0 * 2"), compiled=True)).failed
+
+
 def test_programs_depend_on_the_seed_alone_and_differ() -> None:
     programs = [random_program(seed) for seed in range(60)]
     assert programs == [random_program(seed) for seed in range(60)]

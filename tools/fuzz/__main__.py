@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--programs", type=int, default=300, help="how many programs")
     parser.add_argument("--processes", action="store_true", help="ranks are processes, not threads")
     parser.add_argument("--empty-ranks", action="store_true", help="some rank holds nothing of some input")
+    parser.add_argument("--compiled", action="store_true", help="statements are also compiled as one function")
     parser.add_argument("--endless", action="store_true", help="go on until interrupted")
     parser.add_argument("--save", type=Path, help="a folder that gets a script for each cause of failure")
     chosen = parser.parse_args(arguments)
@@ -28,7 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     failed = 0
     for start in count(chosen.seed, CHUNK) if chosen.endless else [chosen.seed]:
         size = CHUNK if chosen.endless else chosen.programs
-        tally = run_seeds(range(start, start + size), chosen.processes, empty_ranks=chosen.empty_ranks)
+        seeds = range(start, start + size)
+        tally = run_seeds(seeds, chosen.processes, empty_ranks=chosen.empty_ranks, compiled=chosen.compiled)
         failed += tally.failures
         print(f"seeds {start} to {start + size - 1}:", *tally.lines(), sep="\n", flush=True)
         if chosen.save is not None:

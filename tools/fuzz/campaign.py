@@ -12,7 +12,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -176,13 +176,18 @@ class Tally:
 
 
 def run_seeds(
-    seeds: Iterable[int], processes: bool = False, report: Callable[[str], None] = print, *, empty_ranks: bool = False
+    seeds: Iterable[int],
+    processes: bool = False,
+    report: Callable[[str], None] = print,
+    *,
+    empty_ranks: bool = False,
+    compiled: bool = False,
 ) -> Tally:
     """Run the programs of all seeds; each new cause of failure is shrunk and reported."""
     tally = Tally()
     with ProcessRanks() as ranks:
         for batch in _batches(seeds):
-            programs = [random_program(seed, empty_ranks) for seed in batch]
+            programs = [replace(random_program(seed, empty_ranks), compiled=compiled) for seed in batch]
             verdicts = map(ranks.run, programs) if processes else run_isolated(programs)
             for seed, program, verdict in zip(batch, programs, verdicts, strict=True):
                 tally.count(verdict)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -500,7 +501,8 @@ def random_program(seed: int, empty_ranks: bool = False) -> Program:
     >>> random_program(5) == random_program(5)
     True
     """
-    with torch.device("cpu"):
+    with torch.device("cpu"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch gives some once: what is drawn does not depend on that
         return _draw_program(Random(seed), empty_ranks)
 
 

@@ -289,7 +289,7 @@ float  !{x}.sigmoid_()
 rfloat !torch.div({x}, {b}.abs() + 1, out={y})
 rfloat !torch.exp({x} / 8, out={y})
 rfloat float({x}.mean())
-rfloat f'{{float({x}.sum()):.3f}}' if {x}.dtype == torch.float64 else 0
+rfloat f'{{abs(float({x}.sum())):.2f}}' if {x}.dtype == torch.float64 else 0
 """
 
 # With jumps: only for tensors that are exact, so that a rounded digit cannot change the side.

@@ -76,7 +76,8 @@ class Round:
 class Program:
     """Statements over laid out tensors, run once for each round, in order, in one process or group of processes.
 
-    With `backward` the gradients of the inputs are compared, with `twice` those of the gradients' squares as well.
+    With `backward` the gradients of the inputs are compared, with `twice` those of the gradients' squares as well; with
+    `compiled` also what `shardwise.compile` makes of all statements as one function, cold and warm.
 
     >>> rows = Input("a0", "float64", (3, 2), "on tp=2: S(0)")
     >>> program = Program(2, (rows,), (Statement("sum", "v0 = a0.sum()"),), (Round(0),))
@@ -90,6 +91,7 @@ class Program:
     rounds: tuple[Round, ...]
     backward: bool = False
     twice: bool = False
+    compiled: bool = False
 
     def to_json(self) -> str:
         """This program as one line of JSON."""
@@ -106,6 +108,7 @@ class Program:
             tuple(Round(item["seed"], _pairs(item["aliases"]), item["mode"]) for item in data["rounds"]),
             data["backward"],
             data["twice"],
+            data.get("compiled", False),
         )
 
     def without_unused(self) -> Program:
@@ -154,6 +157,7 @@ def script(program: Program, preamble: str = "") -> str:
         "    ),",
         f"    backward={program.backward},",
         f"    twice={program.twice},",
+        f"    compiled={program.compiled},",
         ")",
         "verdict = run_on_threads(program)",
         "print(verdict)",
@@ -197,6 +201,8 @@ def _simpler(program: Program) -> Iterator[Program]:
         yield replace(program, rounds=program.rounds[:number] + program.rounds[number + 1 :])
     for number in reversed(range(len(program.steps))):
         yield _without_step(program, number)
+    if program.compiled:
+        yield replace(program, compiled=False)
     if program.twice:
         yield replace(program, twice=False)
     if program.backward:

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import shardwise
 from shardwise import Comm, CommError, DisagreementError, ShardedTensor, default_comm, parse_spec, run_local
 from shardwise.comm.local import default_device
 from tools.fuzz.program import Program, Round, Statement
@@ -121,8 +122,20 @@ class _Run:
         last = done[-1].operator if done else "inputs"
         operators = {t: step.operator for step in done for t in step.targets}
         self._together(lambda: self._compare(laid, dense, operators, last), last, "compare")
+        if self.program.compiled and done:
+            function = _as_function(done, inputs)
+            for _ in range(2):  # the second time from what is remembered
+                again = self._run_compiled(function, done)
+                self._together(lambda a=again: self._compare(a, dense, operators, last), last, "compare compiled")  # type: ignore[misc]  # a default
         if backward and _can_backward(dense, inputs) and not any(map(_is_out_of_date, laid.values())):
             self._backward(laid, dense, grads, last)
+
+    def _run_compiled(self, function: Callable[..., Any], done: Sequence[Statement]) -> Names:
+        """What a compiled function gives for inputs that are made anew, and what it leaves in them."""
+        laid = make_inputs(self.program.inputs, self.round, on_ranks(self.comm))
+        with mode(self.round):
+            results = function(**laid)
+        return {**laid, **dict(zip(_targets(done), results, strict=True))}
 
     def _sharded(self, step: Statement, names: Names) -> bool:
         """Run a statement on ShardedTensors; False if all ranks refuse it."""
@@ -311,6 +324,18 @@ SCOPE = {
     "hooked": hooked,
     "saved_on_host": saved_on_host,
 }
+
+
+def _targets(steps: Sequence[Statement]) -> list[str]:
+    return list(dict.fromkeys(target for step in steps for target in step.targets))
+
+
+def _as_function(steps: Sequence[Statement], inputs: Sequence[str]) -> Callable[..., Any]:
+    """All statements as one compiled function of the inputs, which returns all results."""
+    lines = [*(step.code for step in steps), f"return [{', '.join(_targets(steps))}]"]
+    scope = dict(SCOPE)
+    exec("\n  ".join([f"def statements({', '.join(inputs)}):", *lines]), scope)
+    return shardwise.compile(cast(Callable[..., Any], scope["statements"]), backend="eager")
 
 
 def execute(step: Statement, names: Names) -> None:

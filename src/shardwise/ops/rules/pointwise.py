@@ -53,9 +53,9 @@ def untagged_rule(*args: Any, **kwargs: Any) -> list[Strategy]:
     return pointwise_strategies([v for v in (*args, *kwargs.values()) if isinstance(v, TensorMeta)])
 
 
-@register_sharding(aten.isin.Tensor_Tensor)
-def isin_rule(elements: TensorMeta, among: TensorMeta, **options: bool) -> list[Strategy]:
-    """Pointwise in the elements; the others are whole. The decomposition takes a nan among them for the end."""
+@register_sharding([aten.isin.Tensor_Tensor, aten.bucketize.Tensor])
+def membership_rule(elements: TensorMeta, among: TensorMeta, **options: bool) -> list[Strategy]:
+    """Pointwise in the elements; the others are whole. The decompositions take a nan for the end, or read values."""
     return [Strategy(s.outputs, (*s.inputs, Replicate())) for s in pointwise_strategies([elements])]
 
 
