@@ -51,6 +51,8 @@ LONG_FILES = [
     "ops/test_regressions.py",
     "ops/test_stale_calls.py",
     "ops/rules/test_views.py",
+    "nn/test_pipeline.py",
+    "nn/test_rebalance.py",
     "checkpoint/test_chaos.py",
     "checkpoint/test_reshard_kill.py",
     "ops/rules/test_distributions.py",
