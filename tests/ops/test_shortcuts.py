@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Partial, Replicate, Shard, ShardedTensor, run_local, shard
 from shardwise._cache import clear_on_change
 from shardwise.geometry import Placement, ShardingSpec
+from shardwise.ops import sharding_rule
+from shardwise.tensor import wrap
 from tests.dense import assert_same, lay, numbers
 
 MESH = Mesh.of(tp=2)
@@ -207,3 +210,42 @@ def test_the_dtype_counts() -> None:
                 assert int(_whole(whole.sum(dtype=torch.int64))) == int(parts.sum(dtype=torch.int64))
 
     run_local(body, 2, timeout=60)
+
+
+def test_numbers_share_a_shortcut_but_for_those_that_decide() -> None:
+    """A pending sum stays one times any number but 0 and those that are not finite, whatever came before."""
+
+    def body(comm: Comm) -> Any:
+        terms = wrap(MeshSpec(MESH, (Partial("sum"),)).layout((4,)), (torch.tensor([1.0, -3.0, 0.0, 2.0]),), comm)
+        rows = shard(torch.arange(1.0, 5.0), MeshSpec(MESH, (Shard(0),)), comm=comm)
+        kept = [(terms * n).sharding.spec.placements for n in (7.0, 8.0, 0.0)]
+        found = []
+        for number in (2.0, 3.0, 0.0, 0.5, math.inf, 4.0, math.nan, -1.5):
+            found += [(terms * number).full(), (rows * number).full(), (rows / number).full()]
+            found.append(rows.clone().addcdiv_(rows, rows, value=number).full())
+        return [t.tolist() for t in found], kept
+
+    values, kept = run_local(body, 2)[0]
+    whole, total = torch.arange(1.0, 5.0), 2 * torch.tensor([1.0, -3.0, 0.0, 2.0])
+    wanted = []
+    for number in (2.0, 3.0, 0.0, 0.5, math.inf, 4.0, math.nan, -1.5):
+        wanted += [total * number, whole * number, whole / number, whole + number]
+    assert repr(values) == repr([t.tolist() for t in wanted])
+    assert kept == [(Partial("sum"),), (Partial("sum"),), (Replicate(),)]
+
+
+def test_a_rule_that_reads_a_number_is_asked_for_each() -> None:
+    asked: list[float] = []
+
+    def rule(x: Any, number: float) -> list[tuple[list[Any], list[Any]]]:
+        asked.append(number)
+        return [([Replicate()], [Replicate(), None]), ([Shard(0)], [Shard(0), None])]
+
+    def body(comm: Comm) -> list[Any]:
+        rows = shard(torch.arange(1.0, 5.0), MeshSpec(MESH, (Shard(0),)), comm=comm)
+        return [(rows / n).full().tolist() for n in (0.25, 2.0, 0.5, 3.0)]
+
+    before = run_local(body, 2)[0]
+    with sharding_rule(torch.ops.aten.div.Tensor, rule):
+        assert run_local(body, 2)[0] == before
+    assert set(asked) >= {0.25, 2.0, 0.5, 3.0}

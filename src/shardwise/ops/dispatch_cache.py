@@ -39,6 +39,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import isfinite
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, TypeAlias
 
 import torch
@@ -47,6 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise._cache import Cache, cache_by_identity
 from shardwise._torch import (
+    OpOverloadPacket,
     autocast_device_types,
     autocast_keys_of,
     forward_ad,
@@ -61,6 +64,7 @@ from shardwise.comm import Comm
 from shardwise.comm.stand_in import is_tracing
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Replicate
 from shardwise.ops.explain import active_watchers, is_explaining_or_forbidding
+from shardwise.ops.rule import find_rule, is_pointwise
 from shardwise.ops.unshard import free_after_forward, has_kept_sum, is_summed, move_input, vary_along
 from shardwise.tensor.autograd_mixin import can_view, copy_if_shared
 from shardwise.tensor.dispatch import call_function, enter_function, override_for, sharded_leaves
@@ -639,6 +643,8 @@ def _parts(tensors: Iterable[ShardedTensor]) -> list[Tensor]:
 
 
 _shortcuts: Cache[Any, Shortcut | None] = Cache(16384, on_change=True)
+_of_any_number: Cache[Any, bool] = Cache(on_change=True)  # functions that have shortcuts for any number
+_ANY_NUMBER = object()
 _KEY_TYPES = frozenset((int, float, bool, type(None), torch.dtype))
 _JOINS: frozenset[Any] = frozenset((torch.cat, torch.concat, torch.concatenate, torch.stack))
 _ONE_TENSOR_TWICE = "one tensor twice"
@@ -684,6 +690,8 @@ def call_fast_path(
             else:
                 key, local, named, first, grad = _take_apart(func, mode, args, {})
     shortcut = _shortcuts.get(key)
+    if shortcut is None and func in _of_any_number and key is not None and key not in _shortcuts:
+        shortcut = _shortcuts.get(_without_numbers(key))
     if shortcut is not None and shortcut.casts and is_any_autocast_enabled():
         shortcut = _shortcuts.get((key, _autocast_state()))
     if (
@@ -806,6 +814,8 @@ def _call_by_key(
     if key is None or (active_watchers[0] and is_explaining_or_forbidding()):
         return call_function(func, types, *convert_dtensors(args, kwargs))
     shortcut = _shortcuts.get(key, UNKNOWN)
+    if shortcut is UNKNOWN and func in _of_any_number:
+        shortcut = _shortcuts.get(_without_numbers(key), UNKNOWN)
     cast_key = key
     if (shortcut is UNKNOWN or shortcut is None or shortcut.casts) and is_any_autocast_enabled():
         cast_key = key, _autocast_state()
@@ -818,8 +828,36 @@ def _call_by_key(
         result, found = run_and_record(func, types, args, kwargs)
         if found is not UNKNOWN:
             _shortcuts.put(cast_key if found is None or found.casts else key, found)
+        is_general = float in key and found is not UNKNOWN and found and not (found.casts or found.compared)
+        if is_general and "out" not in kwargs and (general := _without_numbers(key)) != key and _takes_any_number(func):
+            _of_any_number.put(func, True)  # as an optimizer calls, whose numbers change with each step
+            _shortcuts.put(general, found)
         return result
     return run_shortcut(shortcut, func, args, kwargs)
+
+
+def _takes_any_number(func: Callable[..., Any]) -> bool:
+    """Whether the layout of a function's result is the same for all numbers but 0 and those that are not finite.
+
+    So it is for pointwise functions of torch whose operators have no rule of their own, which might read numbers.
+    """
+    known = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    if not isinstance(known, OpOverloadPacket) or not isinstance(func, BuiltinFunctionType | MethodDescriptorType):
+        return False
+    overloads = [getattr(known, name) for name in known.overloads() if not name.endswith("out")]
+    on_tensors = [op for op in overloads if op._schema.arguments and str(op._schema.arguments[0].type) == "Tensor"]
+    return all(is_pointwise(op) and find_rule(op) is None for op in on_tensors)
+
+
+def _without_numbers(key: Any) -> Any:
+    """The key of a call with any other numbers in place of the finite ones, unless they are 0."""
+    parts = key or ()
+    return tuple(
+        [
+            _ANY_NUMBER if type(part) is float and parts[i - 1] is float and part and isfinite(part) else part
+            for i, part in enumerate(parts)
+        ]
+    )
 
 
 def _argument_key(value: Any) -> Any:
