@@ -689,9 +689,7 @@ def call_fast_path(
                 key, local = (func, mode, mark, grad, kind, second), (held, second)
             else:
                 key, local, named, first, grad = _take_apart(func, mode, args, {})
-    shortcut = _shortcuts.get(key)
-    if shortcut is None and func in _of_any_number and key is not None and key not in _shortcuts:
-        shortcut = _shortcuts.get(_without_numbers(key))
+    shortcut = _shortcuts.get(key) or (_find_for_any_number(key) if func in _of_any_number else None)
     if shortcut is not None and shortcut.casts and is_any_autocast_enabled():
         shortcut = _shortcuts.get((key, _autocast_state()))
     if (
@@ -847,6 +845,11 @@ def _takes_any_number(func: Callable[..., Any]) -> bool:
     overloads = [getattr(known, name) for name in known.overloads() if not name.endswith("out")]
     on_tensors = [op for op in overloads if op._schema.arguments and str(op._schema.arguments[0].type) == "Tensor"]
     return all(is_pointwise(op) and find_rule(op) is None for op in on_tensors)
+
+
+def _find_for_any_number(key: Any) -> Shortcut | None:
+    """The shortcut of a call with other numbers, where there is none, and no note that there is none, with these."""
+    return None if key is None or key in _shortcuts else _shortcuts.get(_without_numbers(key))
 
 
 def _without_numbers(key: Any) -> Any:
