@@ -368,7 +368,9 @@ class Search:
                 continue
             with suppress(PlanError, ValueError, NotImplementedError, UserWarning):
                 plan = self._write_usual(roles)
-                problem = self._fix_layouts(space, plan)
+                problem = space.problem
+                with suppress(PlanError):  # layouts that are no candidates, as uneven ones
+                    problem = self._fix_layouts(space, plan)
                 one = _Carried(plan, self.rehearse(plan, again)[0], None, problem, None)
                 made += [one, *self._free_parameters([one], again)]
         return made
