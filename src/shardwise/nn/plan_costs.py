@@ -4,12 +4,13 @@ The figures for communication are estimates from the plan alone, in bytes that t
 
 - *gradient traffic*, for each step. An axis that cuts the batch and replicates a parameter sums its gradients: twice
   its bytes. One that cuts both gathers the parameter as well, unless an operator finds something that moves less.
+  Parts that are on several ranks (`each`) are summed among these.
 - *traffic per row*, for each row (token) of a layer's input. A weight cut along its inputs leaves sums of its outputs
   pending in the forward pass, one cut along its outputs those of its inputs in the backward pass; a table cut in rows,
   rows. Layers that read the same input (queries, keys and values) share its sum, which counts for each of them here.
 
 Below the table: how much of the parameters is split at all, what stays whole if that is less than half, and heads of
-attention that are cut apart. Layouts know nothing of heads: the results are right, but each use gathers the halves.
+attention that are cut apart (`nn/heads.py` keeps most plans from it): the results are right, but each use gathers them.
 
 A planner that places whole tables and splits those that do not fit, so that ranks hold about equal bytes.
 
@@ -252,6 +253,9 @@ def gradient_bytes_by_axis(plan: ModelPlan, spec: MeshSpec, held: int) -> Iterat
     for axis, (given, placed, share), size in axes:
         if isinstance(given, Shard):
             yield axis, share * held * (3 * size if isinstance(placed, Shard) else 2)
+        elif isinstance(placed, Shard) and placed.each is not None:  # the copies of a part are summed among themselves
+            parts = [(n * copies, copies) for n, copies in zip(placed.groups or (1,), placed.each, strict=True)]
+            yield axis, held * sum(2 * n * (1 - 1 / copies) for n, copies in parts) / max(1, sum(n for n, _ in parts))
 
 
 def _row_bytes(plan: ModelPlan, spec: MeshSpec, owner: nn.Module, shape: tuple[int, ...]) -> Iterator[float]:
