@@ -132,6 +132,15 @@ def _dual(layout: Layout) -> Layout:
     return MeshSpec(spec.mesh, [p.dual for p in spec.placements]).layout(layout.shape)
 
 
+def test_sums_beside_copies_keep_the_addends_of_copies() -> None:
+    """As gradients of a batch that another axis splits: each rank's copy has its own sum."""
+    texts = (f"{kind}, S(0) groups(4,6 each 2) addends" for kind in ("P(sum)", "R"))
+    source, target = (parse_layout(f"f32[10,4] on dp=2,tp=2: {text}").layout for text in texts)
+    transfer, values = plan_transfer(source, target, itemsize=1), global_values((10, 4))
+    assert np.array_equal(assemble(target, simulate(transfer, scatter(source, values))), values)
+    assert transfer.moved_bytes == transfer.lower_bound_bytes == 4 * (2 * 4 + 4 * 6)
+
+
 def test_one_group_is_where_a_mesh_with_an_axis_of_replicas_has_it() -> None:
     for text, other in (("each 2", "R"), ("each 2 addends", "P(sum)")):
         copies = parse_layout(f"f32[8,3] on tp=4: S(0) {text}").layout

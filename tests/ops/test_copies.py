@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwise import (
     Comm,
     ShardedTensor,
+    explain,
     from_local,
     manual_seed,
     parse_placements,
@@ -316,3 +317,18 @@ def test_parts_of_ranks() -> None:
 
     with pytest.raises(Exception, match="rank"):
         run_local(body, 4)
+
+
+def test_sums_of_copies_send_nothing_between_replicas() -> None:
+    """On dp x tp the second sum, of copies, is within a group of tp; bits are equal on all ranks."""
+
+    def body(comm: Comm) -> tuple[list[int], bytes]:
+        w = shard(numbers(6, 4), "on dp=2,tp=2: R, S(0) groups(4,2 each 2)").requires_grad_()
+        with explain() as log:
+            (w * shard(numbers(6, 4, seed=1), "on dp=2,tp=2: R, R")).sum().backward()
+        assert_same(w.grad, numbers(6, 4, seed=1))
+        own = w.grad.local_tensor()[2:].contiguous().numpy().tobytes()  # type: ignore[union-attr]
+        return [entry.moved_bytes for entry in log.entries if entry.name == "gradient of copies"], own
+
+    found = run_local(body, 4)
+    assert {tuple(moved) for moved, _ in found} == {(2 * 2 * 8 * 8,)} and len({own for _, own in found}) == 1

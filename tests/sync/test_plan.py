@@ -364,7 +364,6 @@ def test_no_cut_goes_through_a_block_and_scales_are_where_their_blocks_are() -> 
     with publish(
         {"q": torch.zeros(6, 7).bfloat16(), "k": torch.zeros(5, 7).bfloat16()}, "tcp://127.0.0.1:0", token=TOKEN
     ) as link:
-
         with pytest.raises(RefusedError, match="q is f8e4m3fn here and bf16 there; codes of fp8 have scales"):
             subscribe({"q": torch.zeros(6, 7, dtype=torch.float8_e4m3fn)}, link.address, token=TOKEN)
 

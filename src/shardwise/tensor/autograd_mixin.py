@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, is_grad_enabled
 
+from shardwise._cache import cache_by_identity
 from shardwise._torch import DisableTorchFunctionSubclass, is_dual_level, no_dispatch_modes, storage_identity
 from shardwise.comm import Comm, agree
 from shardwise.comm.current import find_device_mesh
-from shardwise.geometry import Layout, LayoutError, MeshSpec, Placement, Replicate
+from shardwise.geometry import Layout, LayoutError, MeshSpec, Placement, Replicate, Shard
 from shardwise.tensor.dispatch import (
     UnsupportedOpError,
     find_wrapper,
@@ -340,9 +341,26 @@ class SumOfCopies:
             tensor.register_hook(SumOfCopies(layout, comm))  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __call__(self, grad: Tensor) -> Tensor:
-        label = "gradient of copies"
-        move = Move.of(dual_layout(self.layout), self.layout, self.comm, grad.dtype, label, limit=None)
-        return move.run_gradients((grad.contiguous(),))[0]
+        layout, label = _spread_replicas(self.layout), "gradient of copies"
+        move = Move.of(dual_layout(layout), layout, self.comm, grad.dtype, label, limit=None)
+        given = grad.contiguous()
+        held = given.reshape(move.in_shapes[0]) if move.in_shapes else given
+        return move.run_gradients((held,))[0].reshape(grad.shape)
+
+
+@cache_by_identity
+def _spread_replicas(layout: Layout) -> Layout:
+    """The layout with a dim for each axis of replicas, which it splits: each sums its copies by itself, and as much is
+    sent as if there were no others."""
+    spec = layout.spec
+    assert isinstance(spec, MeshSpec)
+    placements = list(spec.resolved(layout.shape).placements)
+    axes = [a for a, p in enumerate(placements) if isinstance(p, Replicate)]
+    spread = [p.along(p.dim + len(axes)) if isinstance(p, Shard) else p for p in placements]
+    for dim, axis in enumerate(axes):
+        spread[axis] = Shard(dim)
+    shape = (*(spec.mesh.shape[a] for a in axes), *layout.shape)
+    return MeshSpec(spec.mesh, spread, spec.order).layout(shape)
 
 
 class AutogradMixin(AttributesMixin):

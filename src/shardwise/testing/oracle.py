@@ -260,7 +260,7 @@ def _addends(layout: Layout, values: Array, random: np.random.Generator) -> Arra
         return np.stack([values] * count)
     op, shape, held = layout.pending.op, (count, *values.shape), _held_addends(layout)
     turn = random.integers(count, size=values.shape) % np.maximum(held.sum(axis=0), 1)
-    chosen = turn == np.arange(count).reshape((count,) + (1,) * values.ndim)
+    chosen = held & (np.cumsum(held, axis=0) - 1 == turn)
     if op == "sum":
         noise = np.where(chosen | ~held, 0, random.integers(-9, 10, size=shape)).astype(values.dtype)
         rest = (values - noise.sum(axis=0)).astype(values.dtype)

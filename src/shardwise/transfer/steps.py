@@ -558,9 +558,15 @@ def _outline_steps(src: Layout, dst: Layout) -> tuple[StepOutline, ...]:
 
 
 def _keep_addends(src: Layout, dst: Layout) -> bool:
-    """Whether every cell has all addends: where copies are addends, some cells may have fewer than others."""
-    uneven = [layout for layout in (src, dst) if layout.cells is None and not index_owners(layout).counts.all()]
-    return not uneven or src == dst
+    """Whether each addend has a place: where copies are addends, some cells have fewer than others, the same ones."""
+    if all(layout.cells is not None or index_owners(layout).counts.all() for layout in (src, dst)):
+        return True
+    a, b = (layout.table.take(np.unique(layout.table.cells, return_index=True)[1]) for layout in (src, dst))
+    if not (np.array_equal(a.offsets, b.offsets) and np.array_equal(a.sizes, b.sizes)):
+        return False
+    count = count_addends(dst)
+    kept = (np.unique(layout.table.cells * count + layout.table.addends % count) for layout in (src, dst))
+    return np.array_equal(*kept)
 
 
 def plan_steps(outlines: Sequence[StepOutline], options: PlanOptions, rank: int | None) -> tuple[Step, ...]:
