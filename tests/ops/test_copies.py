@@ -133,6 +133,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "in pairs of rows": lambda x: x.reshape(4, 2, 3),
     "in fours of rows": lambda x: x.reshape(2, 12),
     "one more dim": lambda x: x.unsqueeze(0).expand(2, 8, 3),
+    "rows replaced": lambda x: torch.slice_scatter(x, x[:2] * 2, 0, 3, 5),
+    "without a dim": lambda x: x[:1, :1].reshape(()) * x[:1, :1].reshape(1),
     "turned round": lambda x: x.flip(0),
     "padded": lambda x: F.pad(x, (0, 0, 1, 2)),
     "triangle": lambda x: x.tril(),

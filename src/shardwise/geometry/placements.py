@@ -589,7 +589,9 @@ def pending_reduction(placements: Sequence[Placement], axis_sizes: Sequence[int]
     Reduction(op='sum', divisor=4)
     """
     pending = [(p.op, n) for p, n in zip(placements, axis_sizes, strict=True) if isinstance(p, Partial) and n > 1]
-    pending += [("sum", n) for p, n in zip(placements, axis_sizes, strict=True) if isinstance(p, Shard) and p.addends]
+    for placement in placements:
+        if placement.__class__ is Shard and placement.addends:
+            pending.append(("sum", 1))
     ops = {"sum" if op == "avg" else op for op, _ in pending}
     if not ops:
         return None

@@ -198,7 +198,11 @@ class MeshSpec(_ProductSpec):
         if self.splits_in_mesh_order:
             object.__setattr__(self, "order", self.mesh.axes)
         pending_reduction(self.placements, self.mesh.shape)
-        if len({p.addends for p in self.placements if isinstance(p, Shard) and p.each is not None}) > 1:
+        kinds = set()
+        for placement in self.placements:
+            if placement.__class__ is Shard and placement.each is not None:
+                kinds.add(placement.addends)
+        if len(kinds) > 1:
             raise LayoutError(f"{self.placements}: the copies of all axes are addends, or those of none")
 
     def _list_placements(self, placements: Any) -> tuple[Any, ...]:

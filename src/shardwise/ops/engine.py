@@ -163,7 +163,7 @@ def propagate(call: OperatorCall) -> Callable[[], Any]:
     pointwise = rule is None and is_pointwise(op)
     if not pointwise:
         check_dims(call)
-    if rule is not None and any(map(_has_copies, tensors)) and not rule_takes_copies(rule):
+    if rule is not None and not rule_takes_copies(rule) and any(map(_has_copies, tensors)):
         return partial(_run_without_copies, call)
     if isinstance(rule, Steps):
         return partial(_run_own_steps, call, rule)

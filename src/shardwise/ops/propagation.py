@@ -172,7 +172,7 @@ class Operand:
         if self.summed and isinstance(now, Partial) and not isinstance(then, Partial):
             now = Replicate()
         ranks = self.spec.mesh.shape[axis]
-        if isinstance(now, Shard) and now.is_on_all(ranks) and not same_kind(now, then):
+        if isinstance(now, Shard) and now.each is not None and now.is_on_all(ranks) and not same_kind(now, then):
             now = Replicate()
         return change_cost(now, then, nbytes, ranks)
 
@@ -231,7 +231,9 @@ def _find_free_strategy(strategies: Sequence[Strategy], operands: Sequence[Opera
     now = [o.spec.placements[axis] for o in operands]
     if any(isinstance(p, Partial) for p in now):
         return None
-    copied = any(isinstance(p, Shard) and p.each is not None for p in now)
+    copied = False
+    for placement in now:  # no call for each: this is asked of every operator
+        copied = copied or (placement.__class__ is Shard and placement.each is not None)
     for strategy in strategies:
         costs = (
             o.price_change(axis, then, 0) if then is not None and _is_possible(o, p, then) else 1

@@ -273,8 +273,8 @@ def _carry_copies(
     axes = [a for d in group.inputs for a in split_axes(spec, d)]
     shard, count = spec.placements[axes[0]], spec.mesh.shape[axes[0]]
     assert isinstance(shard, Shard)
-    own, new = shard.dim, next((d for d in group.outputs if after[d] > 1), group.outputs[0])
-    if len(axes) > 1 or any(before[d] > 1 for d in group.inputs if d < own):
+    own, new = shard.dim, next((d for d in group.outputs if after[d] > 1), next(iter(group.outputs), None))
+    if new is None or len(axes) > 1 or any(before[d] > 1 for d in group.inputs if d < own):
         raise NoViewError(f"{shard} has copies, and is not all that splits the dims")
     within = math.prod(before[d] for d in group.inputs if d > own)
     inner = math.prod(after[d] for d in group.outputs if d > new)

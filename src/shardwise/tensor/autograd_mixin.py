@@ -412,8 +412,10 @@ class AutogradMixin(AttributesMixin):
 
         A pending sum or average has a replicated gradient: that of the value to which its addends reduce.
         """
-        if len(self.local_parts) == 1 and self.sharding.pending is None and self._gradient_layout is self.sharding:
-            return self._only_gradient(self.local_parts[0].grad)
+        if len(self.local_parts) == 1 and self.sharding.pending is None:
+            own = self.local_parts[0]
+            if self.sharding.spec.of_addends() is None or SumOfCopies.find(own) is not None:
+                return self._only_gradient(own.grad)
         grads = tuple(t.grad for t in self._tape_tensors())
         if any(g is None for g in grads):
             return None

@@ -314,6 +314,8 @@ class Move:
         """The move as one of rows that values gave to ranks, where all ranks of the comm have some."""
         if not self.depends_on_data or len(self.src.ranks) != self.comm.world_size:
             return None
+        if has_copies(self.src) or has_copies(self.dst):  # of which one is the value, and not all
+            return None
         return plan_rows(self.src, self.dst, self.comm.rank)
 
     @cached_property
