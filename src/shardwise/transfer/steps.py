@@ -565,8 +565,8 @@ def _keep_addends(src: Layout, dst: Layout) -> bool:
     if not (np.array_equal(a.offsets, b.offsets) and np.array_equal(a.sizes, b.sizes)):
         return False
     count = count_addends(dst)
-    kept = (np.unique(layout.table.cells * count + layout.table.addends % count) for layout in (src, dst))
-    return np.array_equal(*kept)
+    ours, theirs = (np.unique(each.table.cells * count + each.table.addends % count) for each in (src, dst))
+    return np.array_equal(ours, theirs)
 
 
 def plan_steps(outlines: Sequence[StepOutline], options: PlanOptions, rank: int | None) -> tuple[Step, ...]:
