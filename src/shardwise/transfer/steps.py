@@ -559,14 +559,13 @@ def _outline_steps(src: Layout, dst: Layout) -> tuple[StepOutline, ...]:
 
 def _keep_addends(src: Layout, dst: Layout) -> bool:
     """Whether each addend has a place: where copies are addends, some cells have fewer than others, the same ones."""
-    if all(layout.cells is not None or index_owners(layout).counts.all() for layout in (src, dst)):
+    if all(each.cells is not None or index_owners(each).counts.all() for each in (src, dst)):
         return True
-    a, b = (layout.table.take(np.unique(layout.table.cells, return_index=True)[1]) for layout in (src, dst))
-    if not (np.array_equal(a.offsets, b.offsets) and np.array_equal(a.sizes, b.sizes)):
-        return False
+    a, b = (each.table.take(np.unique(each.table.cells, return_index=True)[1]) for each in (src, dst))
+    same = np.array_equal(a.offsets, b.offsets) and np.array_equal(a.sizes, b.sizes)
     count = count_addends(dst)
     ours, theirs = (np.unique(each.table.cells * count + each.table.addends % count) for each in (src, dst))
-    return np.array_equal(ours, theirs)
+    return same and np.array_equal(ours, theirs)
 
 
 def plan_steps(outlines: Sequence[StepOutline], options: PlanOptions, rank: int | None) -> tuple[Step, ...]:
