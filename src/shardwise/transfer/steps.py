@@ -562,10 +562,9 @@ def _keep_addends(src: Layout, dst: Layout) -> bool:
     if all(each.cells is not None or index_owners(each).counts.all() for each in (src, dst)):
         return True
     a, b = (each.table.take(np.unique(each.table.cells, return_index=True)[1]) for each in (src, dst))
-    same = np.array_equal(a.offsets, b.offsets) and np.array_equal(a.sizes, b.sizes)
     count = count_addends(dst)
     ours, theirs = (np.unique(each.table.cells * count + each.table.addends % count) for each in (src, dst))
-    return same and np.array_equal(ours, theirs)
+    return all(map(np.array_equal, (a.offsets, a.sizes, ours), (b.offsets, b.sizes, theirs)))
 
 
 def plan_steps(outlines: Sequence[StepOutline], options: PlanOptions, rank: int | None) -> tuple[Step, ...]:
