@@ -17,16 +17,16 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from shardwise._torch import pytree
-from shardwise.geometry import Mesh, Partial, Placement, Shard, format_placement
+from shardwise.geometry import Mesh, Partial, Placement, Replicate, Shard, format_placement
 from shardwise.geometry.mesh import to_mesh
 from shardwise.geometry.notation import find_dtype
 from shardwise.hf.plans import fold_patterns
@@ -359,21 +359,32 @@ class Search:
         return []
 
     def _carry_out_usual(self, space: Space, again: bool) -> list[_Carried]:
-        """The plans that people write by hand, with each role for each axis: the answer is never worse than these."""
+        """The plans that people write by hand, the plainest first: the answer is never worse than these."""
         made: list[_Carried] = []
+        for write in self._usual_plans(space):
+            if made and self._left() < self.planner.time_limit * (1 - USUAL_SHARE):
+                break
+            with suppress(PlanError, ValueError, NotImplementedError, UserWarning):
+                plan = write()
+                even = self._cut_evenly(space, plan)
+                for each in (plan, even) if even is not plan else (plan,):
+                    problem = space.problem
+                    with suppress(PlanError):  # layouts that are no candidates, as uneven ones
+                        problem = self._fix_layouts(space, each)
+                    one = _Carried(each, self.rehearse(each, again)[0], None, problem, None)
+                    made += [one, *self._free_parameters([one], again)]
+        return made
+
+    def _usual_plans(self, space: Space) -> Iterator[Callable[[], ModelPlan]]:
+        """Data parallelism along all axes, then each role for each axis; made when they are called."""
+        for inputs in space.input_layouts:
+            if all(p == Shard(0) for p in inputs):
+                yield partial(ModelPlan, self.mesh, {}, input_plan=write_placements(inputs, self.mesh))
         every = itertools.product((*ROLES, ""), repeat=self.mesh.ndim)
         for roles in sorted(every, key=lambda roles: roles.count("")):
             named = [role for role in roles if role]
-            if len(set(named)) < len(named) or self._left() < self.planner.time_limit * (1 - USUAL_SHARE):
-                continue
-            with suppress(PlanError, ValueError, NotImplementedError, UserWarning):
-                plan = self._write_usual(roles)
-                problem = space.problem
-                with suppress(PlanError):  # layouts that are no candidates, as uneven ones
-                    problem = self._fix_layouts(space, plan)
-                one = _Carried(plan, self.rehearse(plan, again)[0], None, problem, None)
-                made += [one, *self._free_parameters([one], again)]
-        return made
+            if len(set(named)) == len(named):
+                yield partial(self._write_usual, roles)
 
     def _write_usual(self, roles: Sequence[str]) -> ModelPlan:
         """The plan that `shardwise.hf.plan` makes where the axes have these names; those without one do nothing."""
@@ -398,6 +409,19 @@ class Search:
             input_plan=rename(inputs) if isinstance(inputs, str) else {k: rename(v) for k, v in inputs.items()},
             activations=rename(made.activations) if isinstance(made.activations, str) else None,
         )
+
+    def _cut_evenly(self, space: Space, plan: ModelPlan) -> ModelPlan:
+        """The plan with parameters left whole that it cuts in no way of the problem, such as 4 heads over 8 ranks."""
+        specs = {
+            name: spec.placements
+            for name, spec in plan.specs(self.model).items()
+            if any(not isinstance(p, Replicate) for p in spec.placements)
+        }
+        known = {name: p for name, p in specs.items() if p in space.layouts[space.classes.parameters[name]]}
+        if len(known) == len(specs):
+            return plan
+        cut = {name: write_placements(p, self.mesh) for name, p in known.items()}
+        return replace(plan, parameters=fold_patterns(cut, list(self.names)))
 
     def _fix_layouts(self, space: Space, plan: ModelPlan) -> PlanProblem:
         """The problem in which parameters and inputs are as in a plan; PlanError where it has none of those."""

@@ -331,7 +331,7 @@ class SpaceBuilder:
         batch = values[0].shape[0] if values else 1
         allowed = self.pins.allows(INPUTS, self.mesh)
         found = []
-        ways: list[Placement] = [Replicate(), Shard(0), Shard(1)]
+        ways: list[Placement] = [Shard(0), Replicate(), Shard(1)]  # most rows first: they are tried first
         for placements in itertools.product(ways, repeat=self.mesh.ndim):
             parts = math.prod(n for p, n in zip(placements, self.mesh.shape, strict=True) if p == Shard(0))
             rows = all(fits(v.shape, placements, self.mesh) for v in values if v.shape[0] == batch)
