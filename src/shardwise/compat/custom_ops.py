@@ -11,7 +11,8 @@ Which torch functions mean something else on torch's ShardedTensor than on the n
 
 1. Random values: each local shard is filled from this rank's generator, as the same call on a local tensor would.
 2. `torch.equal` and `torch.allclose`: two tensors of one process group, compared shard by shard, metadata included.
-3. Lookups: plain ids are this rank's own, and the result is for them.
+3. Lookups, and `linear` of plain rows with a sharded weight: they are this rank's own, and so is the result.
+4. All other plain tensors beside sharded ones (a bias, a mask, the weight of a norm) are the same on every rank.
 
 A user's own implementation (`custom_sharded_op_impl`) comes before these. In every function, all tensors belong to one
 process group.
@@ -35,13 +36,15 @@ from shardwise.comm import any_rank
 from shardwise.comm.current import GroupOrComm, comm_of, same_group
 from shardwise.compat.specs import ChunkShardingSpec
 from shardwise.geometry import Layout, MeshSpec, Shard
-from shardwise.nn.lookup import plain_as_local_batch
+from shardwise.nn.lookup import is_local_batch_mode, plain_as_local_batch
+from shardwise.ops.implicit_replication import reads_plain_as_replicated
 from shardwise.tensor.dispatch import (
     DEFAULT,
     EVERY,
     Override,
     find_override,
     override_for,
+    plain_leaves,
     set_override,
     sharded_leaves,
 )
@@ -269,6 +272,22 @@ def call_torch_meaning(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     return own(func, args, kwargs)
 
 
+def takes_plain_as_replicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the plain tensors of a call are the same on every rank, as torch's sharded operators take them.
+
+    In modules whose parameters are sharded, those that are no parameters and no masks may be a rank's own batch: they
+    are not, and neither are tensors to write to.
+
+    >>> import torch
+    >>> takes_plain_as_replicated((torch.ones(2), 3), {}), takes_plain_as_replicated((3,), {})
+    (True, False)
+    """
+    plain = [leaf for leaf in plain_leaves(args, kwargs) if leaf.ndim]
+    if not plain or "out" in kwargs:
+        return False
+    return not is_local_batch_mode() or all(t.dtype == torch.bool or isinstance(t, nn.Parameter) for t in plain)
+
+
 def _fill_each_shard(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch.nn.init on every local shard."""
     tensor = args[0] if args else kwargs.pop("tensor")
@@ -310,10 +329,18 @@ def _look_up_own_ids(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         return ShardedTensor.__torch_function__(func, (), args, kwargs)
 
 
+def _multiply_own_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Plain rows are this rank's own, unless the program says that all ranks have the same."""
+    input = args[0] if args else kwargs.get("input")
+    if isinstance(input, ShardedTensor) or reads_plain_as_replicated():
+        return NotImplemented
+    return _look_up_own_ids(func, args, kwargs)
+
+
 def _make_contiguous(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor that is contiguous is its own result."""
-    plain = len(args) == 1 and not kwargs and all(part.is_contiguous() for part in args[0].local_parts)
-    return args[0] if plain else NotImplemented
+    """A tensor that is contiguous is its own result: on every rank, also where one row makes any local tensor so."""
+    plain = len(args) == 1 and not kwargs and args[0].is_contiguous()
+    return args[0] if plain and all(part.is_contiguous() for part in args[0].local_parts) else NotImplemented
 
 
 def _convert_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -337,6 +364,7 @@ _MEANINGS: dict[Callable[..., Any], Meaning] = {
     Tensor.type_as: _convert_like,
     F.embedding: _look_up_own_ids,
     F.embedding_bag: _look_up_own_ids,
+    F.linear: _multiply_own_rows,
 }
 
 

@@ -32,6 +32,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self, TypeAlias
 
@@ -42,7 +43,12 @@ from torch.distributed import rpc
 from shardwise._torch import _remote_device, pytree
 from shardwise.comm import Comm, default_comm, gather_values, name_ranks
 from shardwise.comm.current import GroupOrComm, group_of
-from shardwise.compat.custom_ops import ask_custom_ops, call_torch_meaning, set_tensor_type
+from shardwise.compat.custom_ops import (
+    ask_custom_ops,
+    call_torch_meaning,
+    set_tensor_type,
+    takes_plain_as_replicated,
+)
 from shardwise.compat.from_shards import (
     TensorParts,
     agree_on_parts_of_tensor,
@@ -63,6 +69,7 @@ from shardwise.compat.specs import (
 )
 from shardwise.geometry import Box, Layout, ShardingSpec
 from shardwise.geometry.layout import rebuild_layout
+from shardwise.ops.implicit_replication import plain_as_replicated
 from shardwise.tensor import pickling
 from shardwise.tensor.execute import view_box
 from shardwise.tensor.pickling import ProcessGroupState, comm_to_load_on
@@ -448,7 +455,8 @@ class TorchShardedTensorBase(ShardedTensor):
     ) -> Any:
         answer = call_torch_meaning(func, args, kwargs or {})
         if answer is NotImplemented:
-            answer = super().__torch_function__(func, types, args, kwargs)
+            with plain_as_replicated() if takes_plain_as_replicated(args, kwargs or {}) else nullcontext():
+                answer = super().__torch_function__(func, types, args, kwargs)
         if isinstance(answer, ShardedTensor):
             return set_tensor_type(answer, cls)
         if isinstance(answer, list | tuple | dict):

@@ -337,7 +337,7 @@ def _refuse_without_tape(func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 def run_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Let torch break a function of ShardedTensors down into operators, each of which comes to `__torch_dispatch__`."""
-    plain = list(_plain_leaves(args, kwargs))
+    plain = list(plain_leaves(args, kwargs))
     before = _state.keys, _state.plain_passed
     _state.keys, _state.plain_passed = current_dispatch_keys(), any(v.ndim for v in plain)
     try:
@@ -348,7 +348,7 @@ def run_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         _state.keys, _state.plain_passed = before
 
 
-def _plain_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def plain_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors among arguments that are not sharded."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
