@@ -434,6 +434,16 @@ def has_accumulate_hooks(leaf: Any) -> bool:
     return bool(leaf._post_accumulate_grad_hooks)
 
 
+_LAST_SEQUENCE_NUMBER = (1 << 64) - 1
+
+
+def run_as_leaf(tensor: Tensor) -> None:
+    """Let backward passes run a tensor's node before all others that are ready, as they do with nodes of leaves."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node._set_sequence_nr(_LAST_SEQUENCE_NUMBER)
+
+
 def only_accumulates(node: Any, leaf: Any) -> bool:
     """Whether all that the running backward pass does with a leaf's gradient is to add it to its `grad`."""
     try:

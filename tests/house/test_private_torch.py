@@ -306,6 +306,31 @@ def test_what_a_backward_pass_does_with_a_leaf_is_known_while_it_runs() -> None:
     assert run() == [True, "end"]
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_node_can_run_as_early_as_those_of_leaves(early: bool) -> None:
+    order: list[str] = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            order.append(ctx.name)
+            return grads[0], None
+
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda grad: order.append("leaf"))  # type: ignore[no-untyped-call]
+    one, two = (Noted.apply(t, n) for t, n in ((leaf, "one"), (other, "two")))  # type: ignore[no-untyped-call]
+    if early:
+        _torch.run_as_leaf(one)
+    (one * two).sum().backward()
+    assert order == (["one", "leaf", "two"] if early else ["two", "one", "leaf"])
+    _torch.run_as_leaf(leaf)  # which has no node
+
+
 def test_running_calls_of_a_module_are_found_on_the_stack() -> None:
     class Nested(torch.nn.Module):
         def forward(self, depth: int) -> list[int]:

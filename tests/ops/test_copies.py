@@ -272,6 +272,22 @@ def test_gradients_of_leaves_are_summed_once() -> None:
     run_local(body, 4)
 
 
+def test_gradients_of_leaves_are_summed_in_one_order_on_all_ranks() -> None:
+    """A rank that has no part of them takes part in the sums, before what comes after on the tape."""
+
+    def body(comm: Comm) -> None:
+        whole = [t.requires_grad_() for t in (numbers(4), *(numbers(5, 4, seed=i) for i in range(6)))]
+        specs = ["on tp=2 @ 0,2: R", *["on tp=2 @ 0,2: S(0) each 2"] * 6]
+        parts = [shard(t.detach(), spec).requires_grad_() for t, spec in zip(whole, specs, strict=True)]
+        for x, weight, *rest in (whole, parts):
+            F.linear(F.leaky_relu(x, 0.25), weight).square().sum().backward()
+            torch.cat(rest, 1).square().sum().backward()
+        for part, one in zip(parts, whole, strict=True):
+            assert_same(part.grad, one.grad)
+
+    run_local(body, 3, timeout=60)
+
+
 def test_second_gradients() -> None:
     def penalty(x: Tensor) -> Tensor:
         (grad,) = torch.autograd.grad((x.exp() * x).sum(), x, create_graph=True)

@@ -262,3 +262,61 @@ def test_numbers_on_different_sets_of_ranks_are_put_together(join: str) -> None:
             parts[0] * parts[1]
 
     run_local(body, 4, timeout=60)
+
+
+WRITES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "places are filled": lambda x, i, y: x.index_fill_(-1, i, 2),
+    "places are added to": lambda x, i, y: x.index_add_(-1, i, y),
+    "a sum is put out": lambda x, i, y: torch.sum(y, -1, keepdim=True, out=x),
+}
+
+
+@pytest.mark.parametrize("target", ["as chunk(0) over 2", "on dp=3: R", "a sum over some ranks"])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_to_stays_where_others_have_nothing_of_it(name: str, target: str) -> None:
+    """The others are on a mesh that a user named: what is computed there is copied to where it belongs."""
+    number, recorded = torch.tensor([3.0], dtype=torch.float64), name != "a sum is put out"
+    places, given = torch.tensor([0, 0]), torch.tensor([2.0, 5.0], dtype=torch.float64)
+
+    def put(t: Tensor) -> Any:
+        if target == "a sum over some ranks":
+            return sw.shard(t.expand(2) / 2, "as chunk(0) over 0,2").sum(0, keepdim=True).detach()
+        return sw.shard(t, target)
+
+    def written(start: Any, i: Any, y: Any) -> list[Any]:
+        leaves = [start.requires_grad_(recorded), y.requires_grad_(recorded)]
+        x = leaves[0] * 1
+        place = getattr(x, "sharding", None)
+        found = WRITES[name](x, i, y)
+        assert getattr(found, "sharding", None) is place and found.requires_grad == recorded
+        if recorded:
+            (found * found).sum().backward()
+        return [found, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    expected = written(number.clone(), places, given.clone())
+
+    def body(comm: Comm) -> None:
+        spec = "on tp=2 @ 0,2: R"
+        for _ in range(2):  # the second time from what is remembered
+            found = written(put(number), sw.shard(places, spec), sw.shard(given, spec))
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one.full(), other)
+
+    run_local(body, 3, timeout=60)
+
+
+def test_hooks_of_leaves_run_in_one_order_on_ranks_that_hold_nothing_of_them() -> None:
+    """They may ask all ranks; what comes after on the tape does as well."""
+
+    def body(comm: Comm) -> None:
+        order: list[str] = []
+        x = sw.shard(values()[0], "on tp=2 @ 0,2: R").requires_grad_()
+        weight = sw.shard(values(), "on tp=2 @ 0,2: S(0)").requires_grad_()
+        hidden = x * 2
+        hidden.register_hook(lambda grad: order.append("hidden") or grad * grad.sum().item())
+        weight.register_hook(lambda grad: order.append("weight") or grad * grad.full().amax().item())
+        F.linear(hidden, weight).sum().backward()
+        assert order == ["weight", "hidden"]
+        torch.testing.assert_close(x.grad.full(), 2 * values().sum(0) * values().sum())
+
+    run_local(body, 3, timeout=60)

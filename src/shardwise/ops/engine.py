@@ -129,13 +129,16 @@ def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if tensor._copied_from is not None:
             tensor._copied_from.check()
     refuse_unknown_shapes(op, given)
+    way: Steps | None = None
     if len(given) > 1 and not computes_apart(op) and not any(map(is_irregular, given)):
-        call = join_rank_sets(call)
-    here = take_part(call)
+        joined = join_rank_sets(call)
+        way = find_writing_fallback(op) if joined is None else None
+        call = call if joined is None else joined
+    here = take_part(call) if way is None else call
     versions = count_versions(here) if here is not call else ()
     hooks = show_to_hooks(given[0].device) if here is not call else nullcontext()
     with allow_writes_to_copies() if written_slots(op) else nullcontext(), hooks:
-        result = propagate(here)()
+        result = propagate(here)() if way is None else _run_steps(way, call)
     if here is not call:
         result = leave(call, here, versions, result)
     return _finish(call, given, result)

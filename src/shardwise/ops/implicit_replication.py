@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise._cache import cache_by_identity
 from shardwise._text import public
-from shardwise._torch import pytree
+from shardwise._torch import aten, pytree
 from shardwise.comm import Comm
 from shardwise.comm.current import resolve_comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate, Shard
@@ -152,21 +152,23 @@ def is_placeholder(tensor: Any) -> bool:
     return tuple(tensor.shape) == (0,) and not is_plain_passed()
 
 
-def join_rank_sets(call: OperatorCall) -> OperatorCall:
-    """The same call with tensors that are on different sets of ranks on one.
+def join_rank_sets(call: OperatorCall) -> OperatorCall | None:
+    """The same call with tensors that are on different sets of ranks on one; None if it has to be without writing.
 
     Numbers, and tensors on meshes that no user named, are moved to the mesh of the others. All ranks of the comm come
-    here, before those outside of a mesh go on with stand-ins.
+    here, before those outside of a mesh go on with stand-ins. What is written to stays where it is: if another one has
+    to stay as well, the result is copied there, and all ranks of the comm have to come here for both.
     """
     given = {i: t for i, t in enumerate(call.tensors) if isinstance(t, ShardedTensor) and _ANY_MESH not in t.__dict__}
     if len({_ranks_of_mesh(t.sharding) for t in given.values()}) < 2:
         return call
     meshes, written = {i: _mesh_of(t) for i, t in given.items()}, call.written
-    fixed = [i for i, t in given.items() if i in written or (t.numel() != 1 and not _is_own(meshes[i]))]
+    copies = call.op is aten.copy_.default  # from any mesh, as `Tensor.copy_` does
+    fixed = [i for i, t in given.items() if i in written or not (copies or t.numel() == 1 or _is_own(meshes[i]))]
     lead = max(fixed or given, key=lambda i: (i in written, given[i].numel(), meshes[i].ranks.size))
     moved = {i for i in given if meshes[i] != meshes[lead]}
     if not moved.isdisjoint(fixed):
-        return call
+        return None if written else call
     tensors: list[Any] = list(call.tensors)
     for index in moved:
         tensors[index] = _cut_over_mesh(given[index], meshes[lead])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise._cache import cached
-from shardwise._torch import aten, is_composite, is_inference_wrapper, pytree, saved_tensors_hook_pair
+from shardwise._torch import aten, is_composite, is_inference_wrapper, pytree, run_as_leaf, saved_tensors_hook_pair
 from shardwise.comm import Comm
 from shardwise.comm.stand_in import StandInComm
 from shardwise.geometry import MeshSpec
@@ -219,7 +219,11 @@ def _make_locals(tensor: ShardedTensor, rank: int) -> list[Tensor]:
             return [torch.empty(shape, dtype=tensor.dtype, device="meta") for shape in shapes]
     taped = tensor._tape_tensors()[0]
     with torch.enable_grad():
-        return [_EnterMesh.apply(taped, shape) for shape in shapes]  # type: ignore[no-untyped-call]  # untyped in torch
+        made = [_EnterMesh.apply(taped, shape) for shape in shapes]  # type: ignore[no-untyped-call]  # untyped in torch
+    if taped.is_leaf:  # the other rank has leaves there, whose hooks may exchange
+        for local in made:
+            run_as_leaf(local)
+    return made
 
 
 def _wrap_without_data(twin: ShardedTensor, left_out: ShardedTensor) -> ShardedTensor:
