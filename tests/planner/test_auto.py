@@ -88,7 +88,7 @@ def test_no_plan_of_all_moves_less(model: nn.Module, inputs: tuple[Tensor], batc
     assert found.finding.certificate.bound <= found.finding.certificate.cost
 
 
-@pytest.mark.parametrize("ranks", [4])
+@pytest.mark.parametrize("ranks", [4, 8])
 def test_a_transformer_moves_no_more_than_by_hand(ranks: int) -> None:
     """Not about: one sequence, so that there is no batch to split, and less memory than everything would need."""
     inputs, mesh = make_ids(1, 64), Mesh.of(tp=ranks)

@@ -368,12 +368,23 @@ class Search:
                 plan = write()
                 even = self._cut_evenly(space, plan)
                 for each in (plan, even) if even is not plan else (plan,):
-                    problem = space.problem
-                    with suppress(PlanError):  # layouts that are no candidates, as uneven ones
-                        problem = self._fix_layouts(space, each)
-                    one = _Carried(each, self.rehearse(each, again)[0], None, problem, None)
-                    made += [one, *self._free_parameters([one], again)]
+                    estimate, returned = self.rehearse(each, again)
+                    if self._keeps_pins(space, each, returned):
+                        problem = space.problem
+                        with suppress(PlanError):  # layouts that are no candidates, as uneven ones
+                            problem = self._fix_layouts(space, each)
+                        one = _Carried(each, estimate, None, problem, None)
+                        made += [one, *self._free_parameters([one], again)]
         return made
+
+    def _keeps_pins(self, space: Space, plan: ModelPlan, returned: Mapping[str, Placements]) -> bool:
+        """Whether a plan by hand leaves what is pinned as it is; `returned`: where modules return their results."""
+        given = {name: spec.placements for name, spec in plan.specs(self.model).items()}
+        inputs = plan.input_placements or plan.replicated.placements
+        return all(
+            self.pins.allows(name, self.mesh)(placements)
+            for name, placements in (*given.items(), *returned.items(), (INPUTS, inputs))
+        ) and all(p in space.layouts[space.classes.parameters[n]] for n, p in given.items() if self.pins.has_units(n))
 
     def _usual_plans(self, space: Space) -> Iterator[Callable[[], ModelPlan]]:
         """Data parallelism along all axes, then each role for each axis; made when they are called."""

@@ -174,6 +174,10 @@ class Pins:
 
         return is_allowed
 
+    def has_units(self, name: str) -> bool:
+        """Whether a parameter has lengths that are never cut."""
+        return any(_matches(pattern, name) for pattern in self.units)
+
     def check(self, names: Sequence[str]) -> None:
         """Raise for patterns that name nothing."""
         for given in (self.fix, self.allow, self.forbid, self.units):
