@@ -159,8 +159,18 @@ def local_parts(layout: Layout, rank: int, whole: Tensor) -> list[Tensor]:
     """A rank's local tensors of a tensor that holds `whole`."""
     parts = [torch.empty(shape, dtype=whole.dtype) for shape in layout.local_shapes(rank)]
     for box, here, slot, addend in rows_of(layout, rank):
-        parts[slot][here.slices] = addend_of(layout, whole, addend)[box.slices]
+        value = addend_of(layout, whole, addend)[box.slices]
+        for other in missing_addends(layout, box) if addend == 0 else ():  # the first one is theirs as well
+            value = value + addend_of(layout, whole, other)[box.slices]
+        parts[slot][here.slices] = value
     return parts
+
+
+def missing_addends(layout: Layout, box: Box) -> list[int]:
+    """The addends that a box has not: groups of one dim may have other numbers of copies."""
+    table = layout.table
+    here = ((table.offsets == box.offsets) & (table.sizes == box.sizes)).all(1)
+    return sorted(set(table.addends.tolist()) - set(table.addends[here].tolist()))
 
 
 def rows_of(layout: Layout, rank: int) -> list[tuple[Box, Box, int, int]]:
@@ -204,6 +214,8 @@ def _reduced(layout: Layout, held: Sequence[Sequence[Tensor]], whole: Tensor) ->
     for rank, parts in enumerate(held):
         for box, here, slot, addend in rows_of(layout, rank):
             addends[addend][box.slices] = parts[slot][here.slices].to(wide)
+            for other in missing_addends(layout, box):
+                addends[other][box.slices] = 0
     if layout.pending.op == "sum":
         return (addends.sum(0) / layout.pending.divisor).to(whole.dtype)
     if layout.pending.op == "product":

@@ -175,7 +175,10 @@ def early_return(comm: Comm) -> None:
             "'move': rank 0 sends [12] bytes to rank 1, which receives [8]; "
             "the k-th tensors on both sides must match",
         ),
-        (early_return, "barrier 'end': rank 1 did not take part before it returned"),
+        (
+            early_return,
+            "barrier 'end': rank 1 did not take part before it returned; every rank must make the same calls",
+        ),
     ],
 )  # fmt: skip
 def test_mismatches_are_raised_on_all_ranks(body: Any, message: str) -> None:

@@ -6,17 +6,22 @@ import threading
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import shardwise
 from tests.sync.worlds import TOKEN, free_address, run_worlds
 
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-models")
+
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 64}
 MAKE = {
-    "Llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "tied embeddings": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    "stacked experts": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)),
+    "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "tied embeddings": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    ),
+    "stacked experts": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_local_experts=4)
+    ),
 }
 
 

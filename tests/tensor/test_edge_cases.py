@@ -105,15 +105,16 @@ def test_lists_of_a_metadata_tree_may_have_gaps() -> None:
 
 def test_ranks_that_load_other_checkpoints_are_told_once_it_is_certain() -> None:
     comm: Any = SimpleNamespace(ranks=(0, 1))
-    same, other = ["a", "all", False, "w", False, None], ["b", "all", False, "w", False, None]
-    assert _agree_on_load(comm, [same, same], [])
-    assert not _agree_on_load(comm, [same, other], [])  # a save may have replaced it in between
+    same, other = (["a", "all", False, "w", False, None, []], ["b", "all", False, "w", False, None, []])
+    state: Any = SimpleNamespace(unexpected=[], own=[])
+    assert _agree_on_load(comm, [same, same], [], state)
+    assert not _agree_on_load(comm, [same, other], [], state)  # a save may have replaced it in between
     with pytest.raises(CheckpointError, match="the checkpoint is not the same on ranks 0 and 1"):
-        _agree_on_load(comm, [same, other], [same, other])
+        _agree_on_load(comm, [same, other], [same, other], state)
     with pytest.raises(CheckpointError, match="version is not the same on ranks 0 and 1"):
-        _agree_on_load(comm, [same, [*same[:5], 3]], [])
+        _agree_on_load(comm, [same, [*same[:5], 3, []]], [], state)
     with pytest.raises(CheckpointError, match="verify is not the same"):
-        _agree_on_load(comm, [same, ["a", "none", False, "w"]], [])
+        _agree_on_load(comm, [same, ["a", "none", False, "w"]], [], state)
 
 
 def test_blocks_that_a_read_touches() -> None:

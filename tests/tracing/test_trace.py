@@ -236,12 +236,12 @@ def test_a_rank_that_raises_keeps_its_part(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
     def body(comm: Comm) -> str:
-        with pytest.raises(ValueError, match="cannot be written to") as caught, shardwise.trace(tmp_path / "no" / "x"):
+        with pytest.raises(ValueError, match="cannot be written") as caught, shardwise.trace(tmp_path / "no" / "x"):
             pass
         return str(caught.value)
 
     one, other = run_local(body, 2)
-    assert one == other and "No such file or directory" in one
+    assert one == other and f"there is no folder {tmp_path / 'no'}" in one
 
 
 def test_a_trace_inside_a_trace_is_refused(tmp_path: Path) -> None:

@@ -680,7 +680,7 @@ def check_plan(module: nn.Module, plan: ShardingPlan) -> None:
     >>> check_plan(nn.Linear(4, 8), ShardingPlan({"wieght": ChunkSpec(0, ranks=2)}))
     Traceback (most recent call last):
     ...
-    AttributeError: Linear has no attribute `wieght`
+    AttributeError: Linear has no attribute `wieght`; near it: weight
     """
     _check_plan_layouts(module, plan)
 

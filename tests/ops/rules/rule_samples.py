@@ -34,6 +34,7 @@ LDL, LDL_PIVOTS = torch.linalg.ldl_factor(SQUARES)
 COMPLEX = torch.zeros(4, 6, dtype=torch.complex64)
 OFFSETS = torch.tensor([5, 5, 12, 24], dtype=torch.int32)
 SAMPLES: dict[Any, tuple[Any, ...]] = {
+    aten.bucketize.Tensor: (t(4, 6), torch.tensor([-1.0, 0.0, 0.5, 2.0])),
     aten.scaled_dot_product_attention.default: (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8)),
     aten._scaled_dot_product_flash_attention_for_cpu.default: (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8)),
     aten.transpose.int: (t(4, 6, 5), 0, 2),
