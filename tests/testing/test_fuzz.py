@@ -115,6 +115,14 @@ def test_a_second_gradient_that_is_wrong_is_noticed() -> None:
     assert (verdict.kind, "second gradient of a0" in verdict.text) == (WRONG, True), verdict
 
 
+@pytest.mark.parametrize("views", ["a0.chunk(2)", "a0.unbind(0)"])
+def test_views_that_torch_itself_refuses_after_a_write_are_not_compared(views: str) -> None:
+    taken = _program(f"v0 = {views}", Input("a0", "float64", (4, 2), "on tp=2: R", "integers", requires_grad=True))
+    written = Statement("x.add_(1)", "v1 = a0.detach().add_(1)")
+    verdict = run_on_threads(replace(taken, steps=(*taken.steps, written)))
+    assert len(verdict.ran) == 2 and not verdict.failed, verdict
+
+
 def test_a_compiled_function_that_gives_something_else_is_noticed() -> None:
     program = _program("v0 = a0 * (2 if torch.compiler.is_compiling() else 1)")
     assert not run_on_threads(program).failed

@@ -127,7 +127,7 @@ class _Run:
             for _ in range(2):  # the second time from what is remembered
                 again = self._run_compiled(function, done)
                 self._together(lambda a=again: self._compare(a, dense, operators, last), last, "compare compiled")  # type: ignore[misc]  # a default
-        if backward and _can_backward(dense, inputs) and not any(map(_is_out_of_date, laid.values())):
+        if backward and _can_backward(dense, inputs) and not any(_is_out_of_date(v, dense[n]) for n, v in laid.items()):
             self._backward(laid, dense, grads, last)
 
     def _run_compiled(self, function: Callable[..., Any], done: Sequence[Statement]) -> Names:
@@ -181,7 +181,7 @@ class _Run:
     def _compare(self, laid: Names, dense: Names, operators: Mapping[str, str], last: str) -> str | None:
         near = tolerance(dense.values(), self.round.mode == "autocast")
         for name, found in laid.items():
-            if _is_out_of_date(found):
+            if _is_out_of_date(found, dense[name]):
                 continue
             text = difference(gathered(found), dense[name], near)
             if text is not None:
@@ -246,14 +246,17 @@ def _compare_gradients(found: Any, wanted: Any, near: float) -> str | None:
     return difference(gathered(found), wanted, near)
 
 
-def _is_out_of_date(value: Any) -> bool:
-    """Whether a value is a copy in place of a view, and its source was written to since: its use is refused."""
+def _is_out_of_date(value: Any, whole: Any) -> bool:
+    """Whether a value's use is refused: a copy in place of a view, or to torch itself one of several views of a tensor,
+    that was written to since."""
     if isinstance(value, tuple | list):
-        return any(map(_is_out_of_date, value))
+        return any(map(_is_out_of_date, value, whole))
     copied = value._copied_from if isinstance(value, ShardedTensor) else None
     try:
         if copied is not None:
             copied.check()
+        if isinstance(whole, Tensor):
+            _ = whole.grad_fn
     except RuntimeError:
         return True
     return False
