@@ -475,12 +475,12 @@ def _find_shortcut(
     if moves is None:
         return None
     wanted = [move or t.sharding for t, move in zip(tensors, moves, strict=True)]
-    layouts = tuple(o.sharding for o in outputs)
+    layouts = tuple([o.sharding for o in outputs])
     vary = _varying_axes(wanted, layouts)
     if vary is None:
         return None
     if not recording.written:  # what is written to may require grad only now
-        vary = tuple(axes if is_differentiated(t) else () for t, axes in zip(tensors, vary, strict=True))
+        vary = tuple([axes if is_differentiated(t) else () for t, axes in zip(tensors, vary, strict=True)])
     vary = vary if any(vary) else ()
     moves = moves if any(move is not None for move in moves) else ()
     writes = bool(recording.written)

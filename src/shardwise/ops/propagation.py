@@ -470,7 +470,7 @@ def first_positions(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None:
     if len(tensors) == 1:
         return None
     numbers = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
-    return None if len(numbers) == len(tensors) else tuple(numbers[id(t)] for t in tensors)
+    return None if len(numbers) == len(tensors) else tuple([numbers[id(t)] for t in tensors])
 
 
 def decide(call: OperatorCall, tensors: Sequence[ShardedTensor], recorded: Sequence[bool]) -> Decision | Steps:
