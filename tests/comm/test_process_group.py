@@ -429,7 +429,8 @@ def what_is_printed(shared: bool) -> list[str]:
     except DisagreementError as found:
         errors.insert(0, found)
     for error in errors:
-        with redirect_stderr(StringIO()) as text, patch.object(faults, "_LATER_SECONDS", 0.0):
+        patient = patch.multiple(faults, _LATER_SECONDS=0.0, _UNCAUGHT_SECONDS=30.0)
+        with redirect_stderr(StringIO()) as text, patient:
             sys.excepthook(type(error), error, error.__traceback__)
         printed.append(text.getvalue())
         comm.barrier(label="printed")

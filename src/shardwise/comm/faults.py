@@ -23,6 +23,7 @@ How do ranks read and write notes when the process that hosts torch's store hang
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import socket
@@ -164,6 +165,7 @@ def report_exception(rank: int, error: BaseException) -> None:
 _UNCAUGHT_SECONDS = 0.5  # for the first rank to note what ends it
 _LATER_SECONDS = 1.0  # the first process that ends makes torchrun stop the others, which may not have printed yet
 _hooks: list[Callable[..., object]] = []
+_uncaught = itertools.count()  # a process that lives on (a notebook) prints more than one: each has a note of its own
 
 
 def speak_once() -> None:
@@ -176,8 +178,9 @@ def speak_once() -> None:
 def _print_uncaught(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
     """Print an error that ends the process: in one line if all ranks agreed on it, or if it ends the first one too."""
     printed: tuple[int, int] | None = error.__dict__.get("_printed_by")
+    number = next(_uncaught)
     if printed is None and dist.is_initialized() and issubclass(kind, Exception):
-        rank, key = dist.get_rank(), f"{_PREFIX}/uncaught"
+        rank, key = dist.get_rank(), f"{_PREFIX}/uncaught/{number}"
         mine = FaultNote(0, "", f"{kind.__name__}: {error}"[:4000])
         if rank == 0:
             _write_note(key, mine, wait=True)
