@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import traceback
 import warnings
 from contextlib import redirect_stderr, suppress
@@ -447,6 +448,30 @@ def test_one_rank_prints_what_all_of_them_raise(world: Ranks, shared: bool) -> N
         assert said == f"[rank{rank}]: DisagreementError: the same error as on rank 0\n"
         assert f"ValueError: of rank {rank}" in own
         assert same == f"[rank{rank}]: ValueError: the same error as on rank 0\n"
+
+
+def reduce_in_a_subset_beside_the_program(shared: bool) -> list[float]:
+    """What goes on in the background of a comm reduces in a subset, as a gradient's sum along one axis of a mesh."""
+    comm = ProcessGroupComm(timeout=60, shared_memory=shared)
+    pair = comm.subset((0, 1)) if comm.rank < 2 else comm.subset((2,))
+    later, first = torch.ones(3), torch.full((5,), 2.0)
+
+    def run() -> None:
+        time.sleep(0.2 * (comm.rank == 0))  # in which the program of this rank would be the first to call
+        pair.all_reduce(first, label="beside").wait()
+
+    call = comm.submit(run)
+    if comm.rank == 1:
+        call.wait()
+    pair.all_reduce(later, label="program").wait()
+    call.wait()
+    comm.barrier(label="end")
+    return [*distinct(first), *distinct(later)]
+
+
+@both_transports
+def test_calls_of_a_subset_come_after_those_in_the_background(world: Ranks, shared: bool) -> None:
+    assert world.run(reduce_in_a_subset_beside_the_program, shared) == [[4.0, 2.0]] * 2 + [[2.0, 1.0]]
 
 
 def different_calls(shared: bool) -> tuple[str, bool, int]:

@@ -304,14 +304,16 @@ class ProcessGroupComm(Comm):
         if wanted == self.ranks:
             return self
         if wanted not in self._subsets:
+            self._queue.drain()  # what goes on there may be about to make the same group
             group = self._new_group(wanted)
-            self._subsets[wanted] = ProcessGroupComm(
+            made = self._subsets[wanted] = ProcessGroupComm(
                 group,
                 self.device,
                 self.timeout,
                 shared_memory=self._shared_memory,
                 device_transport=self._device_transport,
             )
+            made._queue = self._queue  # a move of this comm may reduce in the subset: one order for the calls of both
         return self._subsets[wanted]
 
     def _new_group(self, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
