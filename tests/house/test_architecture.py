@@ -47,7 +47,7 @@ LAZY = ("shardwise", "shardwise.cli", "shardwise.testing")  # may import inside 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 900, 70
 MOST_FILES = 191  # modules of the package; the aim is 170
 MOST_FILES_IN_A_FOLDER = 16
-MOST_SINGLE_IMPORTERS = 28  # modules that one other module imports; the aim is 25
+MOST_SINGLE_IMPORTERS = 27  # modules that one other module imports; the aim is 25
 MOST_OWN_CACHES = 20  # modules that take a cache from functools instead of `_cache.py`
 MOST_DIALECT = 0  # names with a word of DIALECT, counted once for each module
 # PyTorch, JAX and MPI have other words: received, placement, owner, register, handshake, irregular, prefetch.

@@ -211,17 +211,13 @@ def _put_in_place(path: Path, saving: Path, replaced: Path) -> bool:
     elif exchange_folders(saving, path):
         return True
     else:
-        _rename_in_two_steps(path, saving, replaced)
+        os.rename(path, replaced)
+        try:
+            os.rename(saving, path)
+        except OSError:
+            os.rename(replaced, path)
+            raise
     return False
-
-
-def _rename_in_two_steps(path: Path, saving: Path, replaced: Path) -> None:
-    os.rename(path, replaced)
-    try:
-        os.rename(saving, path)
-    except OSError:
-        os.rename(replaced, path)
-        raise
 
 
 class LocalSave(SaveFolder):

@@ -518,7 +518,16 @@ class NameMap:
         if isinstance(given, Mapping):
             plain = all(isinstance(value, str) for value in given.values())
             return _parse_map({"rename": dict(given)} if plain else given, "names")
-        return _load_map(Path(given))
+        path = Path(given)
+        try:
+            if path.stat().st_size > _MAX_MAP_BYTES:
+                raise CheckpointError(f"{path}: a map of names has at most {_MAX_MAP_BYTES} bytes")
+            data = parse_text(tomllib.loads, path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path.name} is not valid TOML: {error}") from error
+        return _parse_map(data, path.name)
 
     @property
     def digest(self) -> str:
@@ -549,18 +558,6 @@ _FIELDS = {
     "unstack": ("to", "dim"),
     "transpose": ("dims",),
 }
-
-
-def _load_map(path: Path) -> NameMap:
-    try:
-        if path.stat().st_size > _MAX_MAP_BYTES:
-            raise CheckpointError(f"{path}: a map of names has at most {_MAX_MAP_BYTES} bytes")
-        data = parse_text(tomllib.loads, path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path.name} is not valid TOML: {error}") from error
-    return _parse_map(data, path.name)
 
 
 def _parse_map(data: Mapping[str, Any], where: str) -> NameMap:

@@ -7,7 +7,7 @@
 3. The digest of a tensor is BLAKE2b of both sums, the shape and the element type; of a state, of names and digests.
 
 One changed word always changes a sum, since its factors are odd; other changes are missed with a chance of about 2^-64.
-Negative zero and zero differ, and so do two kinds of NaN: bits are compared. It is no protection against someone who
+Negative zero and zero differ, and so do two kinds of NaN: bits are compared. It does not protect against someone who
 chooses weights to collide.
 """
 

@@ -54,7 +54,13 @@ def make_leaf(name: str, tensor: Tensor, comm: Comm) -> Leaf:
     elif is_dtensor(tensor):
         layout, held, plain = *_dtensor_parts(tensor, comm), False
     else:
-        _check_plain(name, tensor)
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            kind = (
+                "on the meta device" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+            )
+            raise CheckpointError(
+                f"{name}: a tensor that is {kind} cannot be stored; convert it to a dense tensor first"
+            )
         layout, held, plain = replicated_layout(tuple(tensor.shape), comm.ranks), (tensor,), True
     if layout.ranks != comm.ranks and (outside := sorted(set(layout.ranks) - set(comm.ranks))):
         raise CheckpointError(
@@ -78,12 +84,6 @@ def _dtensor_parts(tensor: Tensor, comm: Comm) -> tuple[Layout, tuple[Tensor, ..
     layout = ours.layout(tuple(tensor.shape))
     local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # only DTensors come here
     return layout, (local,) if comm.rank in layout.ranks else ()
-
-
-def _check_plain(name: str, tensor: Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        kind = "on the meta device" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise CheckpointError(f"{name}: a tensor that is {kind} cannot be stored; convert it to a dense tensor first")
 
 
 @cache

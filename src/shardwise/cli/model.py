@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.output import NO, AsJson, parse_bytes, print_json, table_lines
+from shardwise.cli.output import (
+    NO,
+    AsJson,
+    Batch,
+    DeviceName,
+    DtypeText,
+    Optimizer,
+    PlanFile,
+    SequenceLength,
+    parse_bytes,
+    print_json,
+    table_lines,
+)
 from shardwise.cli.plan import TopologyText, find_topology, read_device
 from shardwise.geometry import LayoutError
 from shardwise.transfer.transfer import format_bytes
@@ -32,7 +44,6 @@ Source = Annotated[
     str,
     typer.Argument(metavar="FACTORY|CONFIG", help="package.module:function that returns a model, or a config.json."),
 ]
-PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan: .toml, .json or .yaml.")]
 MeshText = Annotated[
     str | None, typer.Option("--mesh", metavar="MESH", help="Make the plan: axes dp, fsdp, tp, ep, as in dp=128,tp=8.")
 ]
@@ -40,12 +51,7 @@ PlanOut = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan, such as plan.toml, to edit it.")
 ]
 OtherPlan = Annotated[Path | None, typer.Option("--compare", metavar="FILE", help="A second plan, side by side.")]
-Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Sequences that each rank passes to the model.")]
-Sequence = Annotated[int, typer.Option(min=1, metavar="N", help="Length of a sequence.")]
-Optimizer = Annotated[str, typer.Option(metavar="NAME", help="adamw, adamw-fp32, adamw8bit, sgd, momentum and others")]
-DtypeText = Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="Of the parameters, such as bf16.")]
 ComputeDtype = Annotated[str | None, typer.Option(metavar="DTYPE", help="Of operators, where autocast casts.")]
-DeviceName = Annotated[str, typer.Option("--device", metavar="NAME", help="h100, h200, a100, b200 or mi300x.")]
 Again = Annotated[bool, typer.Option("--checkpoint", help="Blocks are computed again in the backward pass.")]
 Compiled = Annotated[bool, typer.Option("--compiled", help="The time of a step under shardwise.compile.")]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a device, in place of the known one.")]
@@ -58,7 +64,7 @@ def model(
     compare: OtherPlan = None,
     output: PlanOut = None,
     batch: Batch = 8,
-    sequence: Sequence = 4096,
+    sequence: SequenceLength = 4096,
     optimizer: Optimizer = "adamw",
     dtype: DtypeText = None,
     compute_dtype: ComputeDtype = None,
@@ -204,7 +210,7 @@ def autoplan(
     all_meshes: AllMeshes = False,
     axes: Axes = "dp,tp",
     batch: Global = None,
-    sequence: Sequence = 4096,
+    sequence: SequenceLength = 4096,
     optimizer: Optimizer = "adamw",
     dtype: DtypeText = None,
     compute_dtype: ComputeDtype = None,
@@ -250,7 +256,7 @@ def autoplan(
 def _split_pin(text: str) -> tuple[str, str]:
     pattern, equals, placements = text.partition("=")
     if not equals:
-        raise LayoutError(f'{text!r} is no pin; write a pattern and placements, as in "blocks.*.up.weight=tp: S(0)"')
+        raise LayoutError(f'{text!r} is not a pin; write a pattern and placements, as in "blocks.*.up.weight=tp: S(0)"')
     return pattern.strip(), placements.strip()
 
 

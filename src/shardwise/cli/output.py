@@ -1,6 +1,7 @@
 """How do results reach standard output? As a table of text, or as one JSON document and nothing else.
 
-Sizes and times are written for people. Bars of progress are those of `shardwise._progress`.
+Sizes and times are written for people. Options that several commands take are here, too.
+Bars of progress are those of `shardwise._progress`.
 
 How does a command end? With an exit status; an error is one red line, without a traceback.
 
@@ -19,6 +20,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -78,6 +80,12 @@ def shorten_title(text: str) -> str:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan: .toml, .json or .yaml.")]
+Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Sequences that each rank passes to the model.")]
+SequenceLength = Annotated[int, typer.Option(min=1, metavar="N", help="Length of a sequence.")]
+Optimizer = Annotated[str, typer.Option(metavar="NAME", help="adamw, adamw-fp32, adamw8bit, sgd, momentum and others")]
+DtypeText = Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="Of the parameters, such as bf16.")]
+DeviceName = Annotated[str, typer.Option("--device", metavar="NAME", help="h100, h200, a100, b200 or mi300x.")]
 
 
 def print_json(data: Any) -> None:

@@ -15,6 +15,7 @@ from shardwise.checkpoint.resharding import ReshardReport, reshard
 from shardwise.cli.output import (
     INTERRUPTED,
     AsJson,
+    PlanFile,
     escape_for_terminal,
     format_count,
     format_seconds,
@@ -37,9 +38,6 @@ SourcePath = Annotated[
     str, typer.Argument(metavar="SRC", help="A checkpoint: shardwise, torch, Hugging Face; a .pt file.")
 ]
 Destination = Annotated[str, typer.Argument(metavar="DST", help="The folder to write, or a URL.")]
-PlanFile = Annotated[
-    Path | None, typer.Option("--plan", metavar="FILE", help="A plan by pattern: .toml, .json, .yaml.")
-]
 LayoutText = Annotated[
     str | None,
     typer.Option("--layout", metavar="TEXT", help='For all tensors: "S(0)" with --ranks, or "on tp=4: S(0)".'),

@@ -21,9 +21,16 @@ import typer
 from shardwise._text import parse_json
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.cli.inspect import OpenedCheckpoint, open_checkpoint
-from shardwise.cli.model import Batch, DeviceName, DtypeText, Optimizer
-from shardwise.cli.model import Sequence as SequenceLength
-from shardwise.cli.output import AsJson, parse_bytes, print_json
+from shardwise.cli.output import (
+    AsJson,
+    Batch,
+    DeviceName,
+    DtypeText,
+    Optimizer,
+    SequenceLength,
+    parse_bytes,
+    print_json,
+)
 from shardwise.cli.plan import Buffer, RanksPerHost, plan_between, read_topology
 from shardwise.geometry import LayoutError, NotationError, parse_layout
 from shardwise.page.document import PageServer, render_document

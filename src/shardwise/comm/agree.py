@@ -6,7 +6,7 @@
 2. Equal digests: done. The number of fields does not matter, so ranks may even pass different ones.
 3. Otherwise the strings are gathered, and every rank raises the same error: which field, and who has which value.
 
-A request that every rank finds wrong, for the same reason, is no disagreement: each rank raises its own error.
+A request that every rank finds wrong, for the same reason, is not a disagreement: each rank raises its own error.
 
 `gather_values` and `any_rank` return what the ranks say, so that all of them draw the same conclusion from it.
 

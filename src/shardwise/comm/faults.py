@@ -77,10 +77,7 @@ class NoteStore:
 
     def read(self, key: str) -> str | None:
         """Return a note; None if there is none, or no answer."""
-        return _result_of(self._submit(lambda: self._get(key)))
-
-    def _get(self, key: str) -> str | None:
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        return _result_of(self._submit(lambda: self.store.get(key).decode() if self.store.check([key]) else None))
 
     def _submit(self, call: Callable[[], T]) -> Future[T] | None:
         """Hand a call to the thread; None if the store is gone, or hangs in an earlier call."""
@@ -91,10 +88,14 @@ class NoteStore:
 
         def job() -> None:
             try:
-                self._knock()
+                address = store_address(self.store)
+                if address is not None:
+                    socket.create_connection(address, _KNOCK_SECONDS).close()
                 done.set_result(call())
             except (OSError, RuntimeError) as error:
-                self._leave(error)
+                self._is_gone = True
+                reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                _log.warning("the store of the process group is gone (%s): failures are named by guess", reason)
                 done.set_exception(error)
 
         self._jobs.put(job)
@@ -106,16 +107,6 @@ class NoteStore:
             self._busy_since = time.monotonic()
             job()
             self._busy_since = None
-
-    def _knock(self) -> None:
-        address = store_address(self.store)
-        if address is not None:
-            socket.create_connection(address, _KNOCK_SECONDS).close()
-
-    def _leave(self, error: Exception) -> None:
-        self._is_gone = True
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        _log.warning("the store of the process group is gone (%s): failures are named by guess", reason)
 
 
 def _result_of(answer: Future[T] | None) -> T | None:

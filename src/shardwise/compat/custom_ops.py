@@ -275,7 +275,7 @@ def call_torch_meaning(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def takes_plain_as_replicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the plain tensors of a call are the same on every rank, as torch's sharded operators take them.
 
-    In modules whose parameters are sharded, those that are no parameters and no masks may be a rank's own batch: they
+    In modules whose parameters are sharded, those that are neither parameters nor masks may be a rank's own batch: they
     are not, and neither are tensors to write to.
 
     >>> import torch

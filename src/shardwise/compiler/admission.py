@@ -9,7 +9,7 @@
 4. Modules, optimizers and ShardedTensors are state. Where one appears that the trace does not know, the trace is given
    up and begins again with it. `predict_state` finds most of them beforehand: it admits what is mentioned, without
    running anything, and refuses nothing.
-5. Code that runs beside the program is no part of it. Garbage is not collected during a trace, so that callbacks of
+5. Code that runs beside the program is not part of it. Garbage is not collected during a trace, so that callbacks of
    `gc`, finalizers and weak references of what others left wait for its end; handlers of signals run as they are, as
    does what writes logs and warnings, which returns nothing.
 """

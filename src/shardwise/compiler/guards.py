@@ -266,7 +266,7 @@ def _key_of_parts(kind: type, parts: Iterable[Any]) -> Any:
 
 
 def _kinds_of_keys(value: Any) -> Iterator[type]:
-    """The classes of the keys of dicts that are no strings: of equal keys, 1 and True, code sees which it was."""
+    """The classes of the keys of dicts that are not strings: of equal keys, 1 and True, code sees which it was."""
     if isinstance(value, dict):
         yield from (type(key) for key in value if type(key) is not str)
     if isinstance(value, dict | list | tuple):

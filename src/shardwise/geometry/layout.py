@@ -95,12 +95,6 @@ class Cells:
         return int(self.owners.shape[-1])
 
 
-def whole_dim(length: int) -> DimCuts:
-    """A dim that is not cut."""
-    zero = freeze_array([0])
-    return DimCuts(zero, freeze_array([length]), zero)
-
-
 def cuts_from_sizes(sizes: Sequence[int]) -> DimCuts:
     """A dim cut in these lengths, each cell at the start of a local tensor of its own."""
     ends = np.cumsum(np.asarray(sizes, dtype=np.int64))

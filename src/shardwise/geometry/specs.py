@@ -192,8 +192,17 @@ class MeshSpec(_ProductSpec):
         order: Sequence[str] | None = None,
     ) -> None:
         object.__setattr__(self, "mesh", to_mesh(mesh))
-        listed = self._list_placements(placements)
-        object.__setattr__(self, "placements", self._read_placements(listed))
+        listed = tuple(placements) if isinstance(placements, list | tuple) else (placements,)
+        if len(listed) != self.mesh.ndim:
+            raise LayoutError(
+                f"a mesh with axes {self.mesh.axes} needs {count_of(self.mesh.ndim, 'placement')}, one for each axis; "
+                f"got {len(listed)}: {listed}"
+            )
+        read = tuple(
+            p if isinstance(p, Shard | Replicate | Partial) else to_placement(p, f"axis {axis!r}: ")
+            for axis, p in zip(self.mesh.axes, listed, strict=True)
+        )
+        object.__setattr__(self, "placements", read)
         object.__setattr__(self, "order", self._full_order(order or read_order(self.mesh, listed)))
         if self.splits_in_mesh_order:
             object.__setattr__(self, "order", self.mesh.axes)
@@ -204,22 +213,6 @@ class MeshSpec(_ProductSpec):
                 kinds.add(placement.addends)
         if len(kinds) > 1:
             raise LayoutError(f"{self.placements}: the copies of all axes are addends, or those of none")
-
-    def _list_placements(self, placements: Any) -> tuple[Any, ...]:
-        """The placements, one for each axis; one by itself is that of the only axis."""
-        listed = tuple(placements) if isinstance(placements, list | tuple) else (placements,)
-        if len(listed) != self.mesh.ndim:
-            raise LayoutError(
-                f"a mesh with axes {self.mesh.axes} needs {count_of(self.mesh.ndim, 'placement')}, one for each axis; "
-                f"got {len(listed)}: {listed}"
-            )
-        return listed
-
-    def _read_placements(self, listed: Sequence[Any]) -> tuple[Placement, ...]:
-        return tuple(
-            p if isinstance(p, Shard | Replicate | Partial) else to_placement(p, f"axis {axis!r}: ")
-            for axis, p in zip(self.mesh.axes, listed, strict=True)
-        )
 
     def _full_order(self, order: Sequence[str] | None) -> tuple[str, ...]:
         """The named axes first, in their order, then the others in mesh order."""

@@ -73,7 +73,7 @@ class MapTerm:
         return tuple(slice(None) if dim in self.axes else None for dim in range(self.box.ndim))
 
     def cut(self, box: Box) -> MapTerm:
-        """The part of the term in a box of the destination, which lies within that of the term."""
+        """The part of the term in a box of the destination, which is within that of the term."""
         starts = tuple(
             start if axis < 0 else start + step * (box.offsets[axis] - self.box.offsets[axis])
             for start, step, axis in zip(self.starts, self.steps, self.axes, strict=True)

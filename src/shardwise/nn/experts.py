@@ -2,11 +2,11 @@
 
 Which rank has which expert follows from the load (`rebalance_experts`), and may change between steps.
 
-1. Loads are dealt to the ranks, the largest first; with `copies`, hot experts are on several ranks. The shares are
+1. Loads are assigned to the ranks, the largest first; with `copies`, hot experts are on several ranks. The shares are
    given to the ranks so that most experts stay where they are. Parameters, gradients and the state of optimizers move
    in one exchange: an expert as `S(0) owners(...)` of the axis says, a copy as a box that several ranks have.
 2. A layer numbers experts by the ranks that have them (`ExpertPlacement`), copies by themselves. The tokens of an
-   expert are dealt to its copies in turn; so each routes and multiplies as without copies.
+   expert go to its copies in turn; so each routes and multiplies as without copies.
 3. Gradients of copies are addends: they are added up on all ranks that have the expert, in the same order.
 """
 
@@ -125,7 +125,7 @@ PLACEMENT = "_expert_placement"  # of a module: where its experts are, where lay
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Which places along an axis have each expert; experts are numbered anew by the places that have them.
+    """Which places along an axis have each expert; experts are numbered again by the places that have them.
 
     >>> from shardwise.geometry import Mesh
     >>> placed = ExpertPlacement(Mesh.of(ep=2), "ep", ((1,), (0, 1), (0,)))

@@ -123,7 +123,7 @@ def deal_heads(found: Mapping[str, tuple[Projection, Shard]], ranks: int) -> dic
 
 
 def _count_heads(projection: Projection, shard: Shard) -> list[int]:
-    """The heads of each group that a projection has; fused ones that are no whole heads count as one group."""
+    """The heads of each group that a projection has; fused ones that are not whole heads count as one group."""
     lengths = shard.groups or (projection.size,)
     if any(n % projection.length for n in lengths):
         lengths = (projection.size,)

@@ -634,7 +634,7 @@ def _fill_up_prompts(args: Any, kwargs: dict[str, Any], by: ShardedBy) -> tuple[
 
 
 def _without_compiling(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What keeps transformers from compiling for a static cache on a GPU, which it does unless told otherwise.
+    """What keeps transformers from compiling for a static cache on a GPU, which it does unless configured otherwise.
 
     torch.compile leaves out what touches ShardedTensors; CUDA graphs of the little that is left would be in the way.
     """

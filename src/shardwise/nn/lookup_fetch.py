@@ -114,7 +114,12 @@ def exchange_requests(
     lists = {r: _read_request_lists(call, kinds, r, d, bool(heads[r][0])) for r, d in data.items()}
     long = {r for r, h in heads.items() if not h[0]}
     if long:
-        _exchange_long_lists(call, groups, lists, long)
+        own = call.comm.rank
+        holders = call.routes.group_of if own in long else {}
+        sends = {holder: [torch.from_numpy(part) for part in groups[group]] for holder, group in holders.items()}
+        receives = {r: [torch.from_numpy(part) for part in lists[r]] for r in long}
+        label = f"{call.label}: row numbers"
+        exchange_blocks(call.comm, sends, receives, label)
     return ReceivedRequests({r: (h[1], h[2]) for r, h in heads.items()}, lists)
 
 
@@ -137,18 +142,6 @@ def _read_request_lists(
         found.append(np.frombuffer(data, kind, length, at))
         at += length * kind.itemsize
     return tuple(found)
-
-
-def _exchange_long_lists(
-    call: LookupCall, groups: Sequence[RequestLists], lists: Mapping[int, RequestLists], long: set[int]
-) -> None:
-    """Fill the lists of the ranks that did not send them along."""
-    own = call.comm.rank
-    holders = call.routes.group_of if own in long else {}
-    sends = {holder: [torch.from_numpy(part) for part in groups[group]] for holder, group in holders.items()}
-    receives = {r: [torch.from_numpy(part) for part in lists[r]] for r in long}
-    label = f"{call.label}: row numbers"
-    exchange_blocks(call.comm, sends, receives, label)
 
 
 BlocksByRank: TypeAlias = dict[int, list[Tensor]]

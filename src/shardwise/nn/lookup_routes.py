@@ -52,18 +52,14 @@ class RowRuns:
         """
         run = None if len(self.starts) == 1 else np.searchsorted(self.starts, rows, side="right") - 1
         if not inside:
-            held = self._contains_rows(rows, run)
+            if run is None:
+                held: BoolArray = (rows >= self.starts[0]) & (rows < self.ends[0])
+            else:
+                held = (run >= 0) & (rows < self.ends[run])
             if not held.all():
                 where = np.flatnonzero(held)
                 return where, _to_local_rows(rows[where], self.shifts, None if run is None else run[where])
         return slice(0, len(rows)), _to_local_rows(rows, self.shifts, run)
-
-    def _contains_rows(self, rows: RowNumbers, run: IntArray | None) -> BoolArray:
-        if run is None:
-            held: BoolArray = (rows >= self.starts[0]) & (rows < self.ends[0])
-        else:
-            held = (run >= 0) & (rows < self.ends[run])
-        return held
 
 
 def _to_local_rows(rows: RowNumbers, shifts: IntArray, run: IntArray | None) -> IntArray:

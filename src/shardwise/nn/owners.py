@@ -1,7 +1,7 @@
 """Optimizers that need whole matrices (Muon, Shampoo, SOAP): each matrix is computed on one rank, its owner.
 
-1. Owners are dealt by cost: the most expensive matrix first, to the rank that has least to do so far. Every rank deals
-   the same. An owner is no placement: the layouts of parameters stay as they are.
+1. Owners are chosen by cost: the most expensive matrix first, to the rank that has least to do so far. Every rank
+   chooses the same. An owner is not a placement: the layouts of parameters stay as they are.
 2. What is elementwise (momentum, weight decay) is done on the parts that each rank has, and its state is laid out as
    the parameter is.
 3. Matrices travel in rounds. In a round every rank gets about as much as the largest matrix is, all of it in one

@@ -286,7 +286,7 @@ def _run_constructor(part: nn.Module, names: list[str]) -> dict[str, Tensor]:
 def _find_arguments(part: nn.Module) -> dict[str, Any] | None:
     """The arguments of a module's constructor, from its attributes of the same names; None if one is unknown.
 
-    A default is no answer: the module may have been made with another value.
+    A default is not an answer: the module may have been made with another value.
     """
     found: dict[str, Any] = {}
     for name, parameter in list(inspect.signature(type(part).__init__).parameters.items())[1:]:

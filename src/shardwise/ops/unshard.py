@@ -423,11 +423,6 @@ def mark_for_resharding(tensor: ShardedTensor, kind: str = ALWAYS) -> None:
     tensor.__dict__[_MARK] = kind
 
 
-def is_resharded(tensor: ShardedTensor) -> bool:
-    """Whether what is gathered of a tensor is freed after each operator."""
-    return _MARK in tensor.__dict__
-
-
 def pin_parameter(tensor: ShardedTensor, axes: Iterable[str]) -> None:
     """Keep a parameter where it is along some axes: operators move the other tensors to it."""
     tensor._pinned_axes = frozenset(axes)

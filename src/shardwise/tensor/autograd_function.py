@@ -369,7 +369,7 @@ _TAKES_SHARDED, _WARNED = "_takes_sharded_tensors", "_warned_of_gathering"
 
 
 _NO_LOCAL_TENSOR = (
-    "DTensor.from_local got a ShardedTensor, which is no local tensor: use shardwise.compat.to_dtensor(t); torch's "
+    "DTensor.from_local got a ShardedTensor, which is not a local tensor: use shardwise.compat.to_dtensor(t); torch's "
     "context_parallel does this inside of attention: leave it out, since attention here takes rows that are split over "
     "ranks, as by ModelPlan(mesh, ..., input_plan='cp: S(1)')"
 )

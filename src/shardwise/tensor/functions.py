@@ -72,7 +72,11 @@ def _copy_into(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     if not isinstance(target, ShardedTensor):
         return target.copy_(source.full())  # as `load_state_dict` of a plain model does, on every rank
     if tuple(source.shape) != tuple(target.shape):
-        source = _broadcast_source(source, tuple(target.shape))
+        shape = tuple(target.shape)
+        own = tuple(source.shape)
+        if len(own) > len(shape) or any(n not in (1, m) for n, m in zip(own[::-1], shape[::-1], strict=False)):
+            raise ValueError(f"copy_ needs equal shapes, or one that broadcasts, got {shape} and {own}")
+        source = source.expand(shape)
     with allow_writes_to_copies():
         check_writable(target)
     if isinstance(source, ShardedTensor) and source.dtype != target.dtype and _is_pending(source, target):
@@ -91,13 +95,6 @@ def _copy_into(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
 
 def _is_pending(*tensors: ShardedTensor) -> bool:
     return any(t.sharding.pending is not None for t in tensors)
-
-
-def _broadcast_source(source: Tensor, shape: tuple[int, ...]) -> Tensor:
-    own = tuple(source.shape)
-    if len(own) > len(shape) or any(n not in (1, m) for n, m in zip(own[::-1], shape[::-1], strict=False)):
-        raise ValueError(f"copy_ needs equal shapes, or one that broadcasts, got {shape} and {own}")
-    return source.expand(shape)
 
 
 def _align_values(source: Tensor, target: ShardedTensor) -> tuple[tuple[Tensor, ...], Tensor | None]:

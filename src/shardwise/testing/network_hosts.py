@@ -41,7 +41,8 @@ class NetworkHosts:
         self._rate = f"{megabits}mbit"
 
     def __enter__(self) -> NetworkHosts:
-        _remove_namespaces(_stale_namespaces())
+        ours = [name for name in _list_namespaces() if name.startswith(f"{_PREFIX}-")]
+        _remove_namespaces([name for name in ours if not Path(f"/proc/{name.split('-')[1]}").exists()])
         try:
             self._make()
         except BaseException:
@@ -131,12 +132,6 @@ def enter_namespace(name: str) -> None:
 
 def _list_namespaces() -> list[str]:
     return [line.split()[0] for line in _run_ip("netns", "list").splitlines() if line.strip()]
-
-
-def _stale_namespaces() -> list[str]:
-    """Those that a process that was killed has left behind."""
-    ours = [name for name in _list_namespaces() if name.startswith(f"{_PREFIX}-")]
-    return [name for name in ours if not Path(f"/proc/{name.split('-')[1]}").exists()]
 
 
 def _remove_namespaces(names: Any) -> None:

@@ -28,7 +28,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -36,9 +36,6 @@ from shardwise.geometry.box import LayoutError
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.notation import DType, find_dtype
 from shardwise.transfer.topology import Link, Topology, read_toml
-
-if TYPE_CHECKING:
-    from shardwise.transfer.transfer import Transfer
 
 # What a device computes
 
@@ -258,24 +255,3 @@ def _broadcast_seconds(nbytes: float, hosts: int, per_host: int, topology: Topol
             tree += math.ceil(math.log2(ranks)) * (link.latency + nbytes / link.bandwidth)
             chain += ranks * link.latency + nbytes / link.bandwidth
     return min(tree, chain)
-
-
-def received_share(kind: str, ranks: int) -> float:
-    """What a rank receives in a collective, as a share of the whole result in its group.
-
-    >>> received_share("all_gather", 4), received_share("all_reduce", 4), received_share("all_to_all", 4)
-    (0.75, 1.5, 0.1875)
-    """
-    once = (ranks - 1) / ranks
-    return {"all_reduce": 2 * once, "all_to_all": once / ranks, "broadcast": 1.0}.get(kind, once)
-
-
-def transfer_seconds(transfer: Transfer, topology: Topology) -> float:
-    """Seconds of a transfer on a topology, by the rows above: as a collective where the comm makes it, else exchanges.
-
-    >>> from shardwise.transfer import plan_transfer
-    >>> gather = plan_transfer("bf16[4096,4096] on tp=8: S(0)", "on tp=8: R")
-    >>> round(1e6 * transfer_seconds(gather, Topology(ranks_per_host=8)))
-    124
-    """
-    return transfer.estimate(topology)

@@ -6,7 +6,7 @@ that several ranks could reduce are cut in even parts, so that all take their sh
 reduce-scatter and an all-gather). This moves addends - 1 messages per element, and then only what is needed: the lower
 bound.
 
-Where this makes too many parts, whole regions are dealt to the ranks in turn, and cut only if a source cell has
+Where this makes too many parts, whole regions go to the ranks in turn, and cut only if a source cell has
 fewer regions than ranks that could reduce them.
 
 Where are the addends of each host combined, before anything passes between hosts?

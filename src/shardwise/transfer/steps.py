@@ -103,7 +103,7 @@ def split_in_rounds(routes: Routes, degree: int, itemsize: int, limit: int) -> R
 def split_buffered(routes: Routes, outline: StepOutline, itemsize: int, limit: int, least_run: int) -> Routes:
     """The same for contiguous local tensors, where a limit holds for buffers alone.
 
-    An edge of several boxes is packed and unpacked; of one box that is no run of memory, on the side where it is none.
+    An edge of several boxes is packed and unpacked; of one box, on the side where it is not one run of memory.
     A box of an edge of its own is cut into one part for each round, which needs no packing where the box is a run.
     """
     if len(routes) == 0:
@@ -361,7 +361,8 @@ def _demands(outline: StepOutline, rank: int | None) -> Overlaps:
     if outline.decides_alone:
         sending = _rows_of_cells(_source_overlaps(src, dst, np.unique(held)), dst)
         taking = Overlaps(rows[taking.boxes], taking.cells, taking.starts, taking.sizes)
-        return _join_overlaps(sending, taking)
+        both = concatenate_overlaps(sending, taking)
+        return both.take(np.unique(np.stack([both.boxes, both.cells], axis=1), axis=0, return_index=True)[1])
     return _rows_of_cells(_source_overlaps(src, dst, _same_owners(src, np.concatenate([taking.cells, held]))), dst)
 
 
@@ -391,12 +392,6 @@ def _rows_of_cells(overlaps: Overlaps, dst: Layout) -> Overlaps:
     rows = repeated.boxes * copies + np.tile(np.arange(copies), len(overlaps.boxes))
     order = np.lexsort((repeated.cells, rows))
     return Overlaps(rows[order], repeated.cells[order], repeated.starts[order], repeated.sizes[order])
-
-
-def _join_overlaps(a: Overlaps, b: Overlaps) -> Overlaps:
-    """Both lists, each (row, cell) pair once, in canonical order."""
-    both = concatenate_overlaps(a, b)
-    return both.take(np.unique(np.stack([both.boxes, both.cells], axis=1), axis=0, return_index=True)[1])
 
 
 def _build_moves(outline: StepOutline, overlaps: Overlaps, options: PlanOptions, only: int | None = None) -> Routes:
@@ -568,7 +563,7 @@ def _keep_addends(src: Layout, dst: Layout) -> bool:
 
 
 def plan_steps(outlines: Sequence[StepOutline], options: PlanOptions, rank: int | None) -> tuple[Step, ...]:
-    """The steps with their moves (with `rank`, its part); of several limits that are too small, the largest is told."""
+    """The steps with their moves (with `rank`, its part); of limits that are too small, errors name the largest."""
     planned = _try_each(lambda outline: plan_step(outline, options, rank), outlines)
     return tuple(step for steps in planned for step in steps)
 

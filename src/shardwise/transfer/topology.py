@@ -154,7 +154,8 @@ class Topology:
         try:
             return cls.from_json(data)
         except (KeyError, TypeError, ValueError) as error:
-            raise LayoutError(f"{path} is no topology: {_problem_of(error)}; make one: shardwise topology") from error
+            problem = f"{path} is not a topology: {_problem_of(error)}"
+            raise LayoutError(f"{problem}; make one: shardwise topology") from error
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

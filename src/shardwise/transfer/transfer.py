@@ -70,6 +70,8 @@ def format_bytes(count: int | float) -> str:
 
 def format_transfer_table(transfer: Transfer) -> str:
     """The figures of a transfer, then its edges."""
+    limit = transfer.max_buffer_bytes
+    within = "" if limit is None else f" (buffers of {format_bytes(limit)})"
     rows = [
         ("shape", str(transfer.src.shape)),
         ("from", repr(transfer.src.spec)),
@@ -77,7 +79,7 @@ def format_transfer_table(transfer: Transfer) -> str:
         ("moved", f"{format_bytes(transfer.moved_bytes)} (lower bound {format_bytes(transfer.lower_bound_bytes)})"),
         *([("between hosts", text)] if (text := format_between_hosts(transfer)) else []),
         ("copied locally", format_bytes(transfer.copied_bytes)),
-        ("exchanges", _exchanges_text(transfer)),
+        ("exchanges", f"{transfer.rounds}{within}"),
         ("collective", str(transfer.collective or "none")),
         ("busiest sender", _busiest_text(transfer.busiest_sender)),
         ("busiest receiver", _busiest_text(transfer.busiest_receiver)),
@@ -100,11 +102,6 @@ def format_between_hosts(transfer: Transfer) -> str | None:
     if passing is None:
         return None
     return format_bytes(passing) + ("" if bound is None else f" (lower bound {format_bytes(bound)})")
-
-
-def _exchanges_text(transfer: Transfer) -> str:
-    limit = transfer.max_buffer_bytes
-    return str(transfer.rounds) if limit is None else f"{transfer.rounds} (buffers of {format_bytes(limit)})"
 
 
 def _busiest_text(entry: tuple[int, int] | None) -> str:

@@ -101,14 +101,10 @@ def plan_cut(layout: Layout, itemsize: int) -> CutPlan:
             shared.append((len(boxes), holders))
             boxes.append(box)
     load = {rank: sum(holder.here.numel for _, holder in parts) for rank, parts in fixed.items()}
-    return CutPlan(_make_cut(layout, boxes), fixed, shared, load)
-
-
-def _make_cut(layout: Layout, boxes: Sequence[Box]) -> StoredCut:
     size = (len(boxes), layout.ndim)
     offsets = np.array([b.offsets for b in boxes], np.int64).reshape(size)
     sizes = np.array([b.sizes for b in boxes], np.int64).reshape(size)
-    return StoredCut(layout.shape, offsets, sizes, layout_to_json(layout)["spec"])
+    return CutPlan(StoredCut(layout.shape, offsets, sizes, layout_to_json(layout)["spec"]), fixed, shared, load)
 
 
 def _distinct_boxes(layout: Layout) -> list[tuple[Box, list[Holder]]]:

@@ -125,7 +125,7 @@ class PeerSockets:
         self._arrived = memoryview(bytearray(_CHUNK))  # fresh memory for each message would cost more than its bytes
         self._poll = select.poll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._descriptors = {self._wake, *self._process_of}  # those that are no sockets
+        self._descriptors = {self._wake, *self._process_of}  # those that are not sockets
         self._poll.register(self._wake, select.POLLIN)
         self.ended: set[int] = set()
         for s in self._sockets.values():
@@ -269,7 +269,7 @@ class PeerSockets:
 
 
 def _close_all(sockets: Mapping[int, socket.socket], descriptors: set[int]) -> None:
-    """Close what a `PeerSockets` that is no more has left open."""
+    """Close what a `PeerSockets` that was closed has left open."""
     for each in sockets.values():
         each.close()
     while descriptors:

@@ -625,7 +625,7 @@ def _register_fused_attention(op: Any) -> None:
 
     @register_sharding(op)
     def fused_attention(q: TensorMeta, k: TensorMeta, v: TensorMeta, *args: Any, **kwargs: Any) -> list[Any]:
-        """The second output has a row for each query; further ones are no part of the result."""
+        """The second output has a row for each query; further ones are not part of the result."""
         mask = next((a for a in (*args, *kwargs.values()) if isinstance(a, TensorMeta)), None)
         dropout_p = next((a for a in args if isinstance(a, float)), kwargs.get("dropout_p", 0.0))
         if dropout_p:

@@ -247,7 +247,7 @@ def scatter(x: TensorMeta, dim: int, index: TensorMeta, src: Any = None, *args: 
 @register_sharding([aten.scatter_add.default, aten.scatter_add_.default])
 def scatter_add(x: TensorMeta, dim: int, index: TensorMeta, src: TensorMeta) -> list[Any]:
     found = scatter(x, dim, index, src)
-    if x.dtype == torch.bool:  # adds as `or`, which is no sum
+    if x.dtype == torch.bool:  # adds as `or`, which is not a sum
         return found
     partial = Partial("sum")
     found.append(Strategy((partial,), (partial, Replicate(), partial)))

@@ -195,8 +195,8 @@ def _replicate_ones(strategy: Strategy, metas: Sequence[TensorMeta]) -> Strategy
 def einsum(equation: str, tensors: Sequence[TensorMeta], *, path: Sequence[int] | None = None) -> list[Any] | Steps:
     """A product of several tensors by its own formula; diagonals, dots and dims that broadcast are broken down.
 
-    So is each product under autocast: a sum over one element is no matrix product to torch, and is not cast, and that
-    must not depend on how many elements a rank has.
+    So is each product under autocast: a sum over one element is not a matrix product to torch, and is not cast, and
+    that must not depend on how many elements a rank has.
     """
     formula = _write_formula(equation)
     operands = formula.split("->")[0].split(",")
