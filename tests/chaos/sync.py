@@ -22,8 +22,11 @@ import os
 import random
 import signal
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ from shardwise.comm import LocalComm, LocalWorld, default_comm
 from tests.sync.worlds import TOKEN, free_address
 
 SHAPE, DEADLINE, LIMIT = (64, 64), 3.0, 240.0
+ROUND_LIMIT = 75.0  # the start of all ranks, twice, a fault, and what is waited for after it
 FULL = 0  # no signal: a rank gets no memory
 
 
@@ -66,19 +70,26 @@ def refuse_memory(rank: int | None, times: int = 2) -> None:
         os.posix_fallocate = refuse
 
 
-def push_for(address: str, met: Path, seconds: float, poor: int | None = None) -> int:
-    """Push versions until some time after a server came; how many. The rank `poor` gets no memory at first."""
+def push_for(address: str, met: Path, seconds: float, poor: int | None = None, back: bool = False) -> int:
+    """Push versions until some time after a server came; how many. The rank `poor` gets no memory at first.
+
+    With `back` versions are copied in the back, and weights change once they are.
+    """
+    faulthandler.register(signal.SIGUSR1)  # says where it hangs
     refuse_memory(poor)
     state = {name: shardwise.full("on x=2: S(0)", SHAPE, 0.0) for name in ("a", "b")}
     until, step = None, 0
     with shardwise.sync.publish(state, address, token=TOKEN, deadline=DEADLINE, name="trainer") as link:
         while True:
+            began = time.monotonic()
+            link.guard()
             for x in state.values():
                 x.local_tensor().fill_(step)
             try:
-                link.push(step)
+                link.push(step, wait=not back)
             except shardwise.sync.SyncError as error:
                 assert poor is not None and f"rank {poor}: a slot of" in str(error), error
+            assert link.problem is None and time.monotonic() - began < DEADLINE + 5, (link.problem, began)
             if until is None and met.exists():
                 until = time.monotonic() + seconds
             left = 1.0 if until is None else until - time.monotonic()
@@ -103,7 +114,7 @@ def meet(state: dict[str, shardwise.ShardedTensor], address: str) -> shardwise.s
 
 def pull_for(address: str, seconds: float, met: Path, ended: Path) -> Served:
     """Pull versions for some time or until it is said, and look at every one of them."""
-    faulthandler.dump_traceback_later(LIMIT - 10)  # says where it hangs
+    faulthandler.register(signal.SIGUSR1)
     state = {name: shardwise.full("on x=2: S(1)", SHAPE, -1.0) for name in ("a", "b")}
     versions, mixed, restarts, longest, last = 0, 0, 0, 0.0, -1
     with meet(state, address) as link:
@@ -120,7 +131,6 @@ def pull_for(address: str, seconds: float, met: Path, ended: Path) -> Served:
             left = 0.0 if ended.exists() else until - time.monotonic()
             told = shardwise.comm.gather_values(default_comm(), left, label="time is up")
             if min(told.values()) <= 0:
-                faulthandler.cancel_dump_traceback_later()
                 return Served(link.version, versions, link.state, mixed, restarts, longest, link.problem)
 
 
@@ -151,14 +161,15 @@ def attack(
     after: float,
     late: float | None = None,
     restart: bool = False,
+    back: bool = False,
 ) -> str:
     """One round; what came of it in words. Raises AssertionError if a promise was broken."""
     folder, address, seconds = Path(tempfile.mkdtemp()), free_address(), after + (LIMIT / 2 if restart else 3.0)
     met, ended = folder / "met", folder / "ended"
     worlds = {"trainer": trainer, "server": server}
     poor = victim[1] if how == FULL else None
-    with ThreadPoolExecutor(3) as pool:
-        pushing = pool.submit(trainer.outcomes, push_for, address, met, after + 3.0, poor, limit=LIMIT)
+    with shown_if_it_hangs(trainer, server), ThreadPoolExecutor(3) as pool:
+        pushing = pool.submit(trainer.outcomes, push_for, address, met, after + 3.0, poor, back, limit=LIMIT)
         pulling = pool.submit(server.outcomes, pull_for, address, seconds, met, ended, limit=LIMIT)
         until = time.monotonic() + LIMIT
         while not met.exists() and time.monotonic() < until:
@@ -174,13 +185,13 @@ def attack(
                 time.sleep(DEADLINE + 1.0)
                 os.kill(process.pid, signal.SIGKILL)
         pushed = pushing.result(LIMIT + 30)
-        again = trainer.outcomes(push_for, address, met, 4.0, limit=LIMIT) if restart else []
+        again = trainer.outcomes(push_for, address, met, 4.0, None, back, limit=LIMIT) if restart else []
         if restart:
             ended.touch()
         served = pulling.result(LIMIT + 30)
         words = "" if reading is None else f"; {reading.result(LIMIT)}"
     name = "no memory" if how == FULL else signal.Signals(how).name
-    where = f"{victim[0]} rank {victim[1]} gets {name} after {after:.2f} s{words}"
+    where = f"{victim[0]} rank {victim[1]} gets {name} after {after:.2f} s{', pushes in the back' * back}{words}"
     if victim[0] == "server" or how == FULL:
         assert all(outcome.error is None for outcome in pushed), f"{where}: {[o.error for o in pushed]}"
         if victim[0] == "server":
@@ -197,6 +208,27 @@ def attack(
     return f"{where}: {served[0].value}" + (f"; {again[0].value} steps after a restart" if restart else "")
 
 
+@contextmanager
+def shown_if_it_hangs(*worlds: LocalWorld) -> Iterator[None]:
+    """Print where every thread of this process and of the ranks is, if a round takes longer than it ever may."""
+
+    def show() -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        for world in worlds:
+            for process, _ in list(world._ranks):
+                with suppress(OSError, ValueError):
+                    os.kill(int(process.pid or 0) or os.getpid(), signal.SIGUSR1)
+
+    faulthandler.register(signal.SIGUSR1)
+    timer = threading.Timer(ROUND_LIMIT, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def draw(rng: random.Random) -> dict[str, Any]:
     """The fault of a round."""
     victim, how = (rng.choice(["trainer", "server"]), rng.randrange(2)), rng.choice([signal.SIGKILL, signal.SIGSTOP])
@@ -205,7 +237,8 @@ def draw(rng: random.Random) -> dict[str, Any]:
     after = 0.5 + 2 * rng.random()
     late = after * 2 * rng.random() if rng.random() < 0.4 else None
     restart = victim[0] == "trainer" and how != FULL and rng.random() < 0.3
-    return {"victim": victim, "how": how, "after": after, "late": late, "restart": restart}
+    back = rng.random() < 0.4
+    return {"victim": victim, "how": how, "after": after, "late": late, "restart": restart, "back": back}
 
 
 def main() -> None:
@@ -216,8 +249,9 @@ def main() -> None:
     torch.set_num_threads(1)
     rng = random.Random(given.seed)
     for number in range(given.rounds):
+        began = time.monotonic()
         with LocalWorld(2, timeout=20.0) as trainer, LocalWorld(2, timeout=20.0) as server:
-            print(number, attack(trainer, server, **draw(rng)), flush=True)
+            print(number, attack(trainer, server, **draw(rng)), f"{time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

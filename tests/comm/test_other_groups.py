@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,3 +127,27 @@ def test_ranks_may_be_threads_of_torch_s_multi_threaded_tests(
         return x.sum().item(), 0.0 if out is None else out.sum().item(), of_half
 
     assert threads(body) == [(28.0, 30.0, 6.0), (28.0, 0.0, 6.0), (28.0, 0.0, None), (28.0, 0.0, None)]
+
+
+def gloo_threads() -> int:
+    names = (Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task"))
+    return sum("gloo" in name.read_text() for name in names)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_group_that_torch_has_destroyed_leaves_no_threads() -> None:
+    before = gloo_threads()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    x = shardwise.full("on x=1: S(0)", (4,), 1.0)
+    assert float((x + x).sum().full()) == 8.0
+    comm, kept = x.comm, shardwise.comm.ProcessGroupComm.of(dist.new_group([0]))
+    kept.barrier(label="connect")
+    unused = shardwise.comm.ProcessGroupComm(device="cpu")
+    assert gloo_threads() > before
+    dist.destroy_process_group()
+    assert gloo_threads() == before  # one that lets go of a tensor while Python ends would abort the program
+    assert comm.process_group is None and kept.process_group is None
+    assert (x + x).local_tensor().tolist() == [2.0] * 4
+    for other in (comm, unused):
+        with pytest.raises(CommError, match=r"group was destroyed by destroy_process_group"):
+            other.barrier(label="barrier")

@@ -148,10 +148,11 @@ class ProcessGroupComm(Comm):
         shared_memory: bool = True,
         device_transport: str | None = None,
     ) -> None:
-        self.process_group: dist.ProcessGroup = _resolve_group(group)
-        self._backends = group_backends(self.process_group)
+        resolved = _resolve_group(group)
+        self._group = weakref.ref(resolved)  # kept, it would keep its threads after torch has destroyed it
+        self._backends = group_backends(resolved)
         self.rank = dist.get_rank()
-        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.process_group))
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(resolved))
         self.device = number_device(device) if device is not None else _default_device(self._backends)
         self.timeout, self._shared_memory = timeout, shared_memory
         self._device_transport = find_request(device_transport if shared_memory else "nccl")
@@ -161,7 +162,7 @@ class ProcessGroupComm(Comm):
         self._capabilities = Capabilities(background=self.device.type == "cpu")
         self._topology: Topology | None = None
         self._failure: CommError | None = None
-        self._board = _new_fault_log(self.process_group, self.rank)
+        self._board = _new_fault_log(resolved, self.rank)
         self._waits = PendingCalls(self._board, partial(_awaited_ranks, weakref.ref(self)))
         self._subsets: dict[tuple[int, ...], ProcessGroupComm] = {}
         self._queue = BackgroundQueue(partial(_abort_interrupted, weakref.ref(self)))
@@ -181,6 +182,11 @@ class ProcessGroupComm(Comm):
         if known is None or known.process_group is not resolved:
             known = _comm_by_group[key] = cls(resolved, device, timeout)
         return known
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]  # of others it is given
+        """The torch process group; None once torch has destroyed it."""
+        return self._group()
 
     def __repr__(self) -> str:
         return f"ProcessGroupComm(rank={self.rank}, ranks={self.ranks}, device={str(self.device)!r})"
@@ -439,20 +445,22 @@ class ProcessGroupComm(Comm):
         return engine
 
     def _choose_engine(self) -> Engine:
-        backend = self._backends.get(self.device.type)
+        backend, own = self._backends.get(self.device.type), self.process_group
+        if own is None:
+            raise CommError(f"{self!r}: its process group was destroyed by destroy_process_group", ())
         if backend == "fake":
             return FakeEngine(self.rank, self.ranks)
         if ranks_are_threads():
-            group = self.process_group if backend == "gloo" else self._new_group(self.ranks, "gloo")
+            group = own if backend == "gloo" else self._new_group(self.ranks, "gloo")
             return GlooEngine(group, self.rank, self.ranks, self.timeout)
         if backend is not None and backend != "gloo":
-            group = self.process_group if self._backends.get("cpu") == "gloo" else self._new_group(self.ranks, "gloo")
+            group = own if self._backends.get("cpu") == "gloo" else self._new_group(self.ranks, "gloo")
             host, hosts = self._connect_hosts(GlooEngine(group, self.rank, self.ranks, self.timeout))
-            native = NativeEngine(self.process_group, self.rank, self.ranks, self.device, host)
+            native = NativeEngine(own, self.rank, self.ranks, self.device, host)
             if self.device.type != "cuda" or self.world_size == 1 or hosts is None or len(set(hosts)) > 1:
                 return native
             return choose_device_engine(native, self.rank, self.ranks, self.timeout, self._device_transport)
-        gloo = GlooEngine(self.process_group, self.rank, self.ranks, self.timeout)
+        gloo = GlooEngine(own, self.rank, self.ranks, self.timeout)
         if self.device.type == "cuda":
             wanted = self._shared_memory
             engine = connect_devices(gloo, self.rank, self.ranks, self.device, self.timeout, wanted=wanted)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import hmac
 import json
@@ -40,6 +41,7 @@ MAX_CONTROL = 4096
 _MAX_HELLO = 1024
 _MAX_CLIENTS = 64
 _MAC_BYTES = 16
+_PAUSE_SECONDS = 0.1
 _HEADER = struct.Struct(f"<IQ{_MAC_BYTES}s")
 _LENGTH = struct.Struct("<I")
 _log = package_logger(__name__)
@@ -335,13 +337,17 @@ class SyncListener:
             near.bind("\0" + self.name)
             near.listen(256)
             self._listening.append(near)
+        for each in self._listening:
+            each.setblocking(False)  # a client that is gone before it is accepted is not waited for
         self._open: set[Channel] = set()
+        self._serving: set[threading.Thread] = set()
         self._guard = threading.Lock()
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._room = threading.BoundedSemaphore(_MAX_CLIENTS)
         self._wake, self._woken = os.pipe()
         self._accepting = threading.Thread(target=self._accept, name="shardwise-sync", daemon=True)
         self._accepting.start()
+        _listeners.add(self)
 
     def _accept(self) -> None:
         poll = select.poll()
@@ -352,20 +358,41 @@ class SyncListener:
             for number, _ in poll.poll():
                 if number == self._wake:
                     continue
-                with suppress(OSError):
+                try:
                     guest, _ = by_number[number].accept()
-                    if not self._room.acquire(blocking=False):
-                        guest.close()
-                        continue
-                    threading.Thread(
-                        target=self._welcome_guest, args=(guest,), name="shardwise-sync", daemon=True
-                    ).start()
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    _log.warning("a client cannot be accepted: %s", error)
+                    time.sleep(_PAUSE_SECONDS)  # no descriptor is left: it stays in the queue
+                    continue
+                if not self._room.acquire(blocking=False):
+                    guest.close()
+                    continue
+                serving = threading.Thread(
+                    target=self._welcome_guest, args=(guest,), name="shardwise-sync", daemon=True
+                )
+                with self._guard:
+                    self._serving.add(serving)
+                try:
+                    serving.start()
+                except RuntimeError as error:
+                    _log.warning("a client cannot be served: %s", error)
+                    self._room.release()
+                    guest.close()
         for each in self._listening:
             each.close()
         os.close(self._wake)
         os.close(self._woken)
 
     def _welcome_guest(self, guest: socket.socket) -> None:
+        try:
+            self._serve_guest(guest)
+        finally:
+            with self._guard:
+                self._serving.discard(threading.current_thread())
+
+    def _serve_guest(self, guest: socket.socket) -> None:
         try:
             try:
                 channel = self._shake_hands(guest)
@@ -382,7 +409,7 @@ class SyncListener:
             self._open.add(channel)
         try:
             self._serve(channel)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
             _log.info("a connection of %s ended: %s", channel.peer.get("world"), error)
         finally:
             channel.close()
@@ -407,13 +434,29 @@ class SyncListener:
         return Channel(guest, _sign(self._token, *(n.encode() for n in nonces)), server=True, peer=hello)
 
     def close(self) -> None:
-        """Stop listening and end all connections."""
+        """Stop listening and end all connections, and wait a little for the threads that serve them."""
         with self._guard:
             if self._closed:
                 return
             self._closed = True
             ending = list(self._open)
+        until = time.monotonic() + HANDSHAKE_SECONDS
         os.write(self._woken, b"x")
         self._accepting.join(HANDSHAKE_SECONDS)  # the address is free when this returns
         for channel in ending:
             channel.close()
+        with self._guard:
+            serving = [each for each in self._serving if each.is_alive()]
+        for thread in serving:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+_listeners: weakref.WeakSet[SyncListener] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """No thread may be within torch when Python ends: that would abort the program."""
+    for listener in list(_listeners):
+        if listener._process == os.getpid():  # not that of the process that this one was forked from
+            listener.close()

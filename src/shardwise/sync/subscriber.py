@@ -128,6 +128,7 @@ class Subscriber:
     def __init__(self, state: object, place: tuple[str, int], token: bytes | None, comm: Comm, **options: Any) -> None:
         self.comm, self._place, self._token = comm, place, token
         self.deadline: float = options["deadline"]
+        self._patience = min(self.deadline, comm.timeout / 3)  # other ranks wait for this one meanwhile
         self.apply: Apply = options["apply"]
         self.name: str = options["name"] or f"{socket.gethostname()}:{os.getpid()}"
         self.version: int | None = None
@@ -214,7 +215,7 @@ class Subscriber:
                 token = self._token if self._token is not None else read_token(self._place[1])
                 self._control = self._connect(self._place, "control", token, until)
                 self._control_token = token
-                text = self._control.receive(time.monotonic() + self.deadline, MAX_DESCRIPTION + 4096)["description"]
+                text = self._control.receive(time.monotonic() + self._patience, MAX_DESCRIPTION + 4096)["description"]
                 return {"description": text, "epoch": self._control.peer["epoch"], "token": token.hex()}
             except RefusedError as error:
                 return {"problem": str(error), "refused": True}
@@ -326,15 +327,18 @@ class Subscriber:
             wait = max(0.0, min(until - time.monotonic(), ROUND_SECONDS))
             return {"version": self._ask({"do": "take", "have": self._seq, "wait": wait}, wait)["version"]}
         except (OSError, KeyError) as error:
-            self._drop_control()
             return {"problem": f"{self._where}: publisher {self._publisher_name()} rank 0 does not answer: {error}"}
 
     def _ask(self, message: Message, wait: float = 0.0) -> Message:
         if self._control is None:
             raise ConnectionError("there is no connection to the publisher")
-        until = time.monotonic() + wait + self.deadline
-        self._control.send(message, until)
-        return self._control.receive(until)
+        until = time.monotonic() + wait + self._patience
+        try:
+            self._control.send(message, until)
+            return self._control.receive(until)
+        except OSError:
+            self._drop_control()  # an answer that comes late must not be taken for that of the next question
+            raise
 
     def _take(self, seq: int, step: int, slot: int, until: float) -> bool:
         """Read a version; whether all ranks have it and it is taken over."""
@@ -359,24 +363,22 @@ class Subscriber:
             _log.warning("%s", self.problem)
             self._drop_sources()
             if self._lead:
-                with suppress(OSError, KeyError):
+                with suppress(OSError):
                     self._ask({"do": "release"})
             time.sleep(min(_RETRY_SECONDS, max(0.0, until - time.monotonic())))
             return False
         self._commit()
         self._seq, self.version, self.state, self.problem = seq, step, "current", None
         if self._lead:
-            try:
+            with suppress(OSError):
                 self._ask({"do": "took", "seq": seq, "step": step})
-            except (OSError, KeyError):
-                self._drop_control()
         if self._after is not None:
             self._after(step)
         return True
 
     def _read(self, slot: int, generation: int) -> bool:
         """Read all that this rank needs; whether only changes of something were read."""
-        until = time.monotonic() + self.deadline
+        until = time.monotonic() + self._patience
         since, self._staged, self.read_bytes, in_part, self._wide_seq = self._staged, 0, 0, False, 0
         for fill in self._plan.fills:
             self._place_of(fill).fill_(fill.value)
@@ -540,7 +542,7 @@ class Subscriber:
             problem = f"{self._where}: {error}"
         everyone = gather_values(self.comm, [problem, wrong, self._plan.nbytes], label="sync verify")
         if self._lead:
-            with suppress(OSError, KeyError):
+            with suppress(OSError):
                 self._ask({"do": "release"})
         problems = [one[0] for one in everyone.values() if one[0] is not None]
         if problems:
@@ -551,7 +553,7 @@ class Subscriber:
 
     def _compare(self, slot: int, generation: int, parts: Sequence[Sequence[Tensor]]) -> list[str]:
         """The boxes in which these tensors differ from a slot: digests of both are compared, and values of fills."""
-        until = time.monotonic() + self.deadline
+        until = time.monotonic() + self._patience
         wrong = []
         for fill in self._plan.fills:
             part = self._place_of(fill, parts)

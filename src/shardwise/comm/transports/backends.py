@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import struct
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -105,13 +106,28 @@ class _NoStage(Stage):
         return tensor
 
 
-class GlooEngine(Engine):
+class _GroupEngine(Engine):
+    """An engine over a torch process group, which ends when torch destroys it: kept, it would keep its threads."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._find_group = weakref.ref(group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._find_group()
+        if group is None:
+            raise TransportError("the process group was destroyed by destroy_process_group", self.awaited, exact=True)
+        return group
+
+
+class GlooEngine(_GroupEngine):
     """Moves host tensors between the ranks of a gloo group."""
 
     device = torch.device("cpu")
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...], timeout: float) -> None:
-        self._group, self._rank, self._ranks, self._timeout = group, rank, ranks, timeout
+        super().__init__(group)
+        self._rank, self._ranks, self._timeout = rank, ranks, timeout
         self._index = ranks.index(rank)
         self._places = {r: place for place, r in enumerate(ranks)}
         self._others = tuple(r for r in ranks if r != rank)
@@ -409,7 +425,7 @@ def _window_slices(length: int, step: int) -> Iterator[slice]:
     return (slice(at, at + step) for at in range(0, length, step))
 
 
-class NativeEngine(Engine):
+class NativeEngine(_GroupEngine):
     """Moves device tensors between the ranks of a group; over `host` they compare their calls."""
 
     capabilities = Capabilities(captures_graphs=True)
@@ -422,7 +438,8 @@ class NativeEngine(Engine):
         device: torch.device,
         host: Engine,
     ) -> None:
-        self._group, self._ranks, self.device, self._host = group, ranks, device, host
+        super().__init__(group)
+        self._ranks, self.device, self._host = ranks, device, host
         self._others = self.awaited = tuple(r for r in ranks if r != rank)
 
     def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
