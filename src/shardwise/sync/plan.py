@@ -205,7 +205,8 @@ class Wanted:
 class Read:
     """A strided copy: what is cut out of a piece in a rank's slot, and where it goes.
 
-    `wire` is the element type that travels, the narrower of both.
+    `wire` is the element type that travels, the narrower of both; `to` is that of where it goes. `origin` is the tensor
+    and the cell of its layout. What `is_passed` comes from a rank of this host that reads it.
     """
 
     target: int
@@ -219,6 +220,9 @@ class Read:
     widen: tuple[slice | None, ...]
     sizes: tuple[int, ...]
     wire: DType
+    to: DType
+    origin: tuple[int, int]
+    is_passed: bool = False
 
     def view(self, memory: Tensor) -> Tensor:
         """The elements that are read, in the memory of a slot."""
@@ -272,6 +276,10 @@ class ReadPlan:
     reads: Mapping[int, tuple[Read, ...]]
     fills: tuple[Filled, ...]
     quantized: tuple[Quantized, ...] = ()
+    gives: tuple[Mapping[int, tuple[Read, ...]], ...] = ()
+    """By round, what ranks of this host get out of this rank's memory."""
+    gets: tuple[Mapping[int, tuple[Read, ...]], ...] = ()
+    """By round, what this rank gets from ranks of its host."""
 
     @property
     def nbytes(self) -> int:
@@ -544,5 +552,6 @@ def _make_read(
     inside = replace(term, starts=tuple(s - o for s, o in zip(term.starts, origin, strict=True)))
     wanted = find_dtype(str(to))
     wire = wanted if wanted.itemsize < dtype.itemsize else dtype
-    sizes = term.box.sizes
-    return Read(number, part, here, offset, shape, dtype, inside.index, inside.order, inside.widen, sizes, wire)
+    origin = published.tied[source], int(layout.table.cells[piece])
+    index, order, widen = inside.index, inside.order, inside.widen
+    return Read(number, part, here, offset, shape, dtype, index, order, widen, term.box.sizes, wire, wanted, origin)

@@ -323,7 +323,7 @@ class Publisher:
                     lists[message["list"]] = [parse_read(row, self._slot_bytes) for row in message["rows"]]
                     channel.send({"ok": True}, until)
                 case "read":
-                    self._send_list(channel, lists[message["list"]], message, until)
+                    self._send_list(channel, lists[message["list"]][: int(message["count"])], message, until)
                 case "digest":
                     self._send_sums(channel, lists[message["list"]], message["slot"], message["generation"], until)
                 case other:

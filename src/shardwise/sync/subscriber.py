@@ -18,6 +18,7 @@ import math
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ from shardwise._text import package_logger
 from shardwise.checkpoint.changes import compare, decode_changes, most_bytes, write_at
 from shardwise.checkpoint.digests import Sums, sum_box
 from shardwise.checkpoint.state import make_leaf, torch_dtype
-from shardwise.comm import Comm, agree, gather_values
+from shardwise.comm import Comm, agree, gather_raw, gather_values
 from shardwise.comm.transports.links import identify_host
 from shardwise.sync.plan import (
     Filled,
@@ -56,6 +57,7 @@ from shardwise.sync.session import (
     connect,
     read_token,
 )
+from shardwise.sync.sharing import in_source_order, is_repeated, list_reads, share_reads
 from shardwise.sync.slots import MappedSlot
 
 _log = package_logger(__name__)
@@ -148,7 +150,7 @@ class Subscriber:
         self._sources: dict[int, _Source] = {}
         self._epoch, self._seq, self._text = "", 0, ""
         self._published: Published | None = None
-        self._plan = ReadPlan({}, ())
+        self._plan, self._rounds = ReadPlan({}, ()), 0
         self._given = state
         self._wanted: list[Wanted] = []
         self._staging: list[tuple[Tensor, ...]] = []
@@ -252,6 +254,8 @@ class Subscriber:
                     self._control.send({"do": "bye", "reason": refused[:500]}, time.monotonic() + 1.0)
                 self._drop_control()
             raise RefusedError(f"subscriber {self.name!r} does not fit publisher {self._publisher_name()}: {refused}")
+        if said["description"] != self._text:
+            self._share_reads()
         self._text, self._epoch = said["description"], said["epoch"]
         if not same:
             self._seq = self._staged = 0
@@ -281,6 +285,23 @@ class Subscriber:
             for each in plan.quantized
         }
         self._published, self._plan = published, plan
+
+    def _share_reads(self) -> None:
+        """Let ranks of this host that need the same of other hosts read it once."""
+        assert self._published is not None
+        near = [r for r, at in enumerate(self._published.places) if at.host == self._host and at.name is not None]
+        said = f"{self._host}\n{list_reads(self._plan, near)}".encode()
+        everyone = gather_raw(self.comm, said, label="sync subscribe: reads")
+        listed = {rank: text.decode().partition("\n") for rank, text in everyone.items()}
+        lists = {rank: text for rank, (host, _, text) in listed.items() if host == self._host}
+        limit = sys.maxsize if self._takes_strides else self._limit
+        self._plan = share_reads(self._plan, self.comm.rank, lists, near, limit)
+        rounds = gather_values(self.comm, len(self._plan.gives), label="sync subscribe: rounds")
+        self._rounds = max(rounds.values())
+
+    @property
+    def _takes_strides(self) -> bool:
+        return self.comm.capabilities.takes_strides or self.comm.capabilities.reads_peers
 
     # Pulling.
 
@@ -342,16 +363,22 @@ class Subscriber:
 
     def _take(self, seq: int, step: int, slot: int, until: float) -> bool:
         """Read a version; whether all ranks have it and it is taken over."""
-        problem = None
+        problem, in_part = None, False
         broken = self.apply == "in_place"
         if broken:
             self.state, self.version = "broken", None
         try:
             in_part = self._read(slot, 2 * seq)
-            if (in_part if self._verify is None else self._verify) and (
-                wrong := self._compare(slot, 2 * seq, self._staging)
-            ):
-                problem, self._staged = f"what was read is not what was pushed: {'; '.join(wrong[:4])}", 0
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            problem = str(error)
+        self._pass_on()
+        try:
+            if problem is None:
+                self._complete(seq)
+                if (in_part if self._verify is None else self._verify) and (
+                    wrong := self._compare(slot, 2 * seq, self._staging)
+                ):
+                    problem, self._staged = f"what was read is not what was pushed: {'; '.join(wrong[:4])}", 0
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             problem = str(error)
         found = gather_values(self.comm, problem, label="sync pull: read")
@@ -377,7 +404,7 @@ class Subscriber:
         return True
 
     def _read(self, slot: int, generation: int) -> bool:
-        """Read all that this rank needs; whether only changes of something were read."""
+        """Read what this rank reads itself; whether only changes of something were read."""
         until = time.monotonic() + self._patience
         since, self._staged, self.read_bytes, in_part, self._wide_seq = self._staged, 0, 0, False, 0
         for fill in self._plan.fills:
@@ -390,17 +417,49 @@ class Subscriber:
                 if source is not None:
                     source.channel.close()
                 raise SyncError(f"publisher {self._publisher_name()} rank {rank}: {error}") from error
+        return in_part
+
+    def _pass_on(self) -> None:
+        """Give ranks of this host what this rank has read for them, and get what they have read; all ranks call it."""
+        for number in range(self._rounds):
+            gives, gets = (side[number] if number < len(side) else {} for side in (self._plan.gives, self._plan.gets))
+            with torch.no_grad():
+                sends = {
+                    peer: [view if self._takes_strides else view.contiguous() for view in map(self._view_of, reads)]
+                    for peer, reads in gives.items()
+                }
+                receives = {
+                    peer: [
+                        view if self._takes_strides and not is_repeated(read) else torch.empty(view.shape).to(view)
+                        for read, view in zip(reads, map(self._view_of, reads), strict=True)
+                    ]
+                    for peer, reads in gets.items()
+                }
+                self.comm.exchange(sends, receives, label="sync pull: within the host").wait()
+                for peer, reads in gets.items():
+                    for read, arrived in zip(reads, receives[peer], strict=True):
+                        if not self._takes_strides or is_repeated(read):
+                            index = tuple(0 if isinstance(i, int) else slice(None) for i in read.index)
+                            self._place_of(read).copy_(arrived[index].permute(read.order)[read.widen])
+
+    def _view_of(self, read: Read) -> Tensor:
+        return in_source_order(read, self._place_of(read))
+
+    def _complete(self, seq: int) -> None:
+        """Quantize what is complete now."""
         for each in self._plan.quantized:
             for target, made in self._quantize(each, self._staging):
                 target.copy_(made)
-        self._wide_seq = generation // 2
+        self._wide_seq = seq
         if self.apply == "stage":  # other staged copies are, or were, tensors that the program writes to
-            self._staged = generation // 2
-        return in_part
+            self._staged = seq
 
     def _read_from(
         self, rank: int, reads: Sequence[Read], slot: int, generation: int, since: int, until: float
     ) -> bool:
+        own = [read for read in reads if not read.is_passed]
+        if not own:
+            return False
         source = self._sources.get(rank)
         if source is None:
             source = self._sources[rank] = self._open(rank, until)
@@ -420,13 +479,13 @@ class Subscriber:
             return False
         if not source.listed:
             self._send_list(source, reads, until)
-        wanted = {"do": "read", "list": 0, "slot": slot, "generation": generation, "since": since}
+        wanted = {"do": "read", "list": 0, "count": len(own), "slot": slot, "generation": generation, "since": since}
         source.channel.send(wanted, until)
         answer = source.channel.receive(until)
         _check_whole(answer["whole"])
         in_part = bool(answer["delta"])
         with torch.no_grad():
-            for read in reads:
+            for read in own:
                 (self._receive_changes if in_part else self._receive)(source.channel, read, until)
         _check_whole(source.channel.receive(until)["whole"])
         return in_part
@@ -591,10 +650,11 @@ class Subscriber:
         lines = [f"subscriber {self.name!r} of publisher {self._published.world!r}, step {self.version}: {self.state}"]
         wide = sum(part.numel() * part.element_size() for part in self._wide.values())
         lines += [f"{wide} bytes of values that are quantized here"] if wide else []
-        lines += [
-            f"rank {self.comm.rank} reads {sum(r.sent_bytes for r in reads)} bytes in {len(reads)} boxes of rank {rank}"
-            for rank, reads in self._plan.reads.items()
-        ]
+        for rank, reads in self._plan.reads.items():
+            own = [read.sent_bytes for read in reads if not read.is_passed]
+            lines += [f"rank {self.comm.rank} reads {sum(own)} bytes in {len(own)} boxes of rank {rank}"] if own else []
+        passed = [read.sent_bytes for reads in self._plan.reads.values() for read in reads if read.is_passed]
+        lines += [f"{sum(passed)} bytes come from ranks of its host that read them"] if passed else []
         return "\n".join([*lines, f"apply={self.apply!r}: {cost}"])
 
     def check(self) -> None:
