@@ -92,10 +92,11 @@ def _measure(sizes: SyncBenchSizes) -> dict[str, list[float]]:
         for name, contender in contenders.items():
             _time(spans, name, contender, turn)
         _time(spans, "push", lambda t: link.push(t) if rank in TRAINERS else None, turn)
-        _time(spans, "pull", lambda _: link.pull() if rank in SERVERS else None, turn)
+        _time(spans, "pull", lambda t: _sync(link, rank, t) if rank in SERVERS else None, turn)
         _time(spans, "push and pull", lambda t: _sync(link, rank, t), turn)
     if rank in SERVERS:
         assert all(float(x[0, 0]) == (rank - 4) * 2 for x in local), "wrong values arrived"
+    dist.barrier()  # a publisher that closes too early leaves the last pull waiting for it
     link.close()
     spans |= _measure_small(sizes, ours, rank in TRAINERS)
     return {name: found[1:] for name, found in spans.items()}  # the first turn plans and allocates
@@ -113,6 +114,7 @@ def _measure_small(sizes: SyncBenchSizes, ours: Any, trains: bool) -> dict[str, 
             if works:
                 _sync(link, 0 if trains else TRAINERS[-1] + 1, turn)
             spans[name].append(time.thread_time() - start)
+    dist.barrier()
     link.close()
     return spans
 
@@ -128,7 +130,7 @@ def _sync(link: Any, rank: int, turn: int) -> None:
     if rank in TRAINERS:
         link.push(1000 + turn)
     else:
-        link.pull()
+        assert link.pull() is not None, "nothing arrived"
 
 
 _buffers: dict[int, Tensor] = {}
