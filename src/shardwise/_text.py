@@ -142,7 +142,7 @@ def public(function: C) -> C:
             problem = None
             named = error.__dict__.get("_names_argument", False)  # of a public function that this one called
             if named or (type(error) in _STUMBLES and not is_raised_here(error)):
-                problem = _wrong_argument(function, args, kwargs)
+                problem = _wrong_argument(function, args, kwargs, error)
             if problem is not None:
                 found = TypeError(problem)
                 found.__dict__["_names_argument"] = True
@@ -152,14 +152,20 @@ def public(function: C) -> C:
     return cast(C, call)
 
 
-def _wrong_argument(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """What to say of the first argument whose type is not that of its annotation; None if there is none."""
+def _wrong_argument(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+) -> str | None:
+    """What to say of arguments that do not fit the call, or of the first one whose type is not that of its annotation.
+
+    None if there is none.
+    """
     known = signature(function)
+    name = function.__qualname__.removesuffix(".__init__").removesuffix(".__new__")
+    words = ", ".join(_show_parameter(p) for p in known.parameters.values() if p.name not in ("self", "cls"))
     try:
         passed = known.bind(*args, **kwargs).arguments
     except TypeError:
-        return None
-    name = function.__qualname__.removesuffix(".__init__").removesuffix(".__new__")
+        return f"{error}; the call is {name}({words})"
     for word, value in passed.items():
         parameter = known.parameters[word]
         several = parameter.kind is Parameter.VAR_POSITIONAL
@@ -171,8 +177,6 @@ def _wrong_argument(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
             if parameter.kind is not Parameter.VAR_KEYWORD and not _has_type(one, wanted):
                 shown = repr(one) if isinstance(one, str | int | float | complex) else ""
                 shown = f"({', '.join(type(v).__name__ for v in one[:4])})" if isinstance(one, list | tuple) else shown
-                own = [p for p in known.parameters.values() if p.name not in ("self", "cls")]
-                words = ", ".join(map(_show_parameter, own))
                 got = f"got {type(one).__name__}{shown and ': '}{shown}"
                 return f"{name} takes {_say_type(wanted)} as {word!r}, {got}; the call is {name}({words})"
     return None

@@ -1,15 +1,13 @@
 """Every private name of torch that this package uses, each with the reason, and calls that differ by version.
 
-Those for tracing and compiling are in `_torch_graphs`. Everything else that the package takes from torch is public API.
-`tests/house/test_private_torch.py` has one guard for each name: it fails when a new release of torch moves the name or
-changes what it does.
-
-Private names of torch for tracing and compiling, each with the reason; the rest of them are in `_torch`.
+Everything else that the package takes from torch is public API. `tests/house/test_private_torch.py` has one guard for
+each name: it fails when a new release of torch moves the name or changes what it does.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import threading
 import warnings
@@ -648,16 +646,32 @@ def trace_joint_graph(
         partitioned(*graphs)
         return graphs
 
-    return trace(
-        module,
-        list(inputs),
-        fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
-        partition_fn=partition,
-        decompositions=dict(decompositions),
-        keep_inference_input_mutations=True,
-    )
+    with without_log_of_refusals():
+        return trace(
+            module,
+            list(inputs),
+            fw_compiler=forward,
+            bw_compiler=backward,
+            inference_compiler=inference,
+            partition_fn=partition,
+            decompositions=dict(decompositions),
+            keep_inference_input_mutations=True,
+        )
+
+
+@contextmanager
+def without_log_of_refusals() -> Iterator[None]:
+    """Keep what a kernel refuses in a trace out of torch's log: the error says it, of the whole tensors."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    log.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_kept)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import shardwise
-from shardwise import Comm, Mesh, ModelPlan, ShardedTensor, run_local, shard_module
+from shardwise import Comm, Mesh, ModelPlan, ShardedTensor, run_local, shard, shard_module
 from tests.dense import numbers
 
 BACKEND = "aot_eager"
@@ -180,3 +181,36 @@ def _steps_beside_others(comm: Comm, kind: type[nn.Module], name: str, optimizer
 def test_a_whole_training_step_is_one_graph(kind: type[nn.Module], name: str, optimizer: str) -> None:
     for explained in run_ranks(_steps_beside_others, kind, name, optimizer):
         assert "1 kind of inputs" in explained and "without a graph" not in explained
+
+
+def test_shapes_that_do_not_fit_are_one_error_of_the_whole_tensors() -> None:
+    """No warning that the program runs without a graph comes before it, and torch logs nothing of its trace."""
+    logged: list[logging.LogRecord] = []
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]  # of this one
+    log.addHandler(handler)
+
+    def body() -> list[str]:
+        a, b = shard(torch.ones(6, 4), "on tp=2: S(0)"), shard(torch.ones(3, 3), "on tp=2: R")
+        program, said = shardwise.compile(torch.matmul, backend=BACKEND), []
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as caught:
+                program(a, b)
+            said.append(str(caught.value))
+        assert program(a, a.t()).shape == (6, 6)
+        return said
+
+    try:
+        found = run_local(body, 2, timeout=TIMEOUT)
+    finally:
+        log.removeHandler(handler)
+    assert found == [["mat1 and mat2 shapes cannot be multiplied (6x4 and 3x3)"] * 2] * 2
+    assert [record.getMessage() for record in logged] == []
+
+
+def test_what_runs_without_a_graph_is_said_at_the_line_of_the_call() -> None:
+    program = shardwise.compile(lambda x: print(end="") or x * 2, backend=BACKEND)
+    with pytest.warns(UserWarning, match="runs without a graph: .*print") as warned:
+        program(shard(torch.ones(4), shardwise.ChunkSpec(0, 1)))
+    assert warned[0].filename == __file__

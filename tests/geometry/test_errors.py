@@ -39,7 +39,7 @@ def enumerated(shape: tuple[int, ...], *rows: tuple[int, int, int], replicated: 
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     "shape with a fraction": (lambda: ChunkSpec(0, 2).layout((4.5,)), "a shape must contain integers, got (4.5,)"),  # type: ignore[arg-type]  # the mistake
     "shape that is none": (lambda: ChunkSpec(0, 2).layout(4), "a shape must be a sequence of integers, got 4"),  # type: ignore[arg-type]  # the mistake
-    "dim with a fraction": (lambda: ChunkSpec(0.5, 2), "a dim must contain integers, got (0.5,)"),  # type: ignore[arg-type]  # the mistake
+    "dim with a fraction": (lambda: ChunkSpec(0.5, 2), "a dim must be an integer, got 0.5"),  # type: ignore[arg-type]  # the mistake
     "ranks in letters": (
         lambda: ChunkSpec(0, "ab"),
         "ChunkSpec takes ranks as numbers, a count such as 4 or a list such as [0, 1]; got 'ab'. Texts such as "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import re
 from contextlib import nullcontext
 from dataclasses import is_dataclass
@@ -589,3 +590,20 @@ def test_name_new_groups() -> None:
         assert c10d._process_group_name([0, 1], use_hashed_name=True) == "mine"
     # since torch 2.15 the hash depends on how many groups were made, and each name counts as one
     assert re.fullmatch("[0-9a-f]{40}", c10d._process_group_name([0, 1], use_hashed_name=True))
+
+
+def test_a_kernel_that_refuses_in_a_trace_is_logged_by_torch_alone() -> None:
+    """Inside `without_log_of_refusals` nothing is; other records are."""
+    log, seen = logging.getLogger("torch._subclasses.fake_tensor"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]  # of this one
+    log.addHandler(handler)
+    try:
+        for around in (nullcontext(), _torch.without_log_of_refusals()):
+            with around, FakeTensorMode(), pytest.raises(RuntimeError):
+                torch.mm(torch.empty(2, 3), torch.empty(2, 3))
+        with _torch.without_log_of_refusals():
+            log.error("another")
+    finally:
+        log.removeHandler(handler)
+    assert [text.split(" for ")[0] for text in seen] == ["failed while attempting to run meta", "another"]

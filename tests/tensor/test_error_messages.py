@@ -188,6 +188,47 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"input_plan 'dp: S\(0\)': .* names the axis 'dp'; the mesh has tp",
     ),
     "a layout of other dims": (lambda: shardwise.draw("f32[8,4] on tp=2: S(3)"), "has a dim from -2 to 1"),
+    "round brackets": (
+        lambda: shardwise.parse_layout("f32(8,4) on tp=2: S(0)"),
+        r"expected '\[' and the shape after the dtype, as in f32\[8,4\]; found '\('",
+    ),
+    "a mesh after @": (
+        lambda: shardwise.parse_layout("f32[8,4] @ tp=2: S(0)"),
+        r"@ is followed by the number of a rank, and a mesh by on: 'on tp=2: S\(0\)'",
+    ),
+    "a word of a split misspelt": (
+        lambda: shardwise.parse_layout("f32[8,4] on tp=2: S(0) size(3,5)"),
+        "expected nothing more after the layout; found 'size'; write sizes",
+    ),
+    "a star for a whole name": (
+        lambda: shardwise.shard_module(model(), ModelPlan(ONE, {"*": "S(0)"})),
+        r"'\*' matches no parameter; .*; \* is one part of a name, \*\* any number of parts: '\*\*'",
+    ),
+    "a lambda to launch": (
+        lambda: launch(lambda: 1, 2),
+        r"<lambda> or its arguments cannot be sent .*; use a function defined at the top of a module",
+    ),
+    "a path and no state": (
+        lambda: any_.load("run/step-80"),
+        r"missing 1 required positional argument: 'path'; the call is load\(state, path, strict=True",
+    ),
+    "a plan without its model": (
+        lambda: any_.describe_plan(ModelPlan(ONE, {})),
+        r"missing 1 required positional argument: 'module'; the call is describe_plan\(plan, module\)",
+    ),
+    "two plans": (
+        lambda: any_.shard_module(model(), ModelPlan(ONE, {}), ModelPlan(ONE, {})),
+        "src_rank is the number of a rank of the group, got ModelPlan",
+    ),
+    "a shape as a text": (
+        lambda: any_.ChunkSpec(0, 2).layout("8,4"),
+        "a shape must be a sequence of integers, got '8,4'",
+    ),
+    "a dim as a text": (lambda: any_.ChunkSpec("0", 2), "a dim must be an integer, got '0'"),
+    "a rank as a text": (
+        lambda: on_chunks().gather_to("0"),
+        r"gather_to takes the number of a rank, as in gather_to\(0\); got str: '0'",
+    ),
     "a package as a text": (lambda: shardwise.compat.install("torch"), r"a list of packages, .*; pass \['torch'\]"),
 }
 

@@ -316,6 +316,8 @@ def _open_and_match(
     if version is not None and isinstance(names, NameMap):
         raise CheckpointError("load: a version is loaded under stored names: pass names= as a dict or a function")
     store = open_store(path, max_buffer_bytes)
+    if state is None and store.index.tensors:
+        raise CheckpointError("load fills the tensors of a state, such as model.state_dict(), got None")
     if isinstance(names, NameMap):
         store.index = rename_index(store.index, names)
     rename = _make_renamer(names)

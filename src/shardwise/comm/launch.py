@@ -322,9 +322,9 @@ def _pickle_task(task: WorkerTask) -> bytes:
     except Exception as problem:
         fn = task.fn.fn if isinstance(task.fn, RankBody) else task.fn
         raise ValueError(
-            f"{fn!r} or its arguments cannot be sent to another process ({problem}); "
+            f"{getattr(fn, '__qualname__', fn)} or its arguments cannot be sent to another process ({problem}); "
             "use a function defined at the top of a module"
-        ) from problem
+        ) from None
 
 
 PROBE_BYTES = 1 << 24

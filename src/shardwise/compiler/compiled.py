@@ -251,7 +251,12 @@ class CompiledProgram:
             kind = self._trace_kind(leaves, structure, (args, kwargs))
             flat = self._flat_tensors(self._known_state(), leaves)
         kind.calls += 1
-        return self._target(*args, **kwargs) if kind.run is None else self._run_kind(kind, flat)
+        if kind.run is not None:
+            return self._run_kind(kind, flat)
+        result = self._target(*args, **kwargs)
+        if kind.problem is not None:
+            self._warn(kind.problem)  # not before: what is wrong with the program itself is raised above, and said once
+        return result
 
     # Kinds of calls
 
@@ -463,13 +468,12 @@ class CompiledProgram:
     def _give_up(self, kind: Kind, problem: str) -> None:
         kind.run, kind.problem = None, problem
         kind.guard.always |= NOT_AGAIN in problem
-        self._warn(problem)
 
     def _warn(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
             name = getattr(self._function, "__qualname__", type(self._target).__name__)
-            warnings.warn(f"shardwise.compile: {name} runs without a graph: {problem}", stacklevel=6)
+            warnings.warn(f"shardwise.compile: {name} runs without a graph: {problem}", stacklevel=3)
 
     # Running
 

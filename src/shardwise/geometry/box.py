@@ -44,22 +44,22 @@ class NotationError(LayoutError):
         return type(self), (self.message, self.text, self.position)
 
 
-def to_int_tuple(values: Iterable[object], what: str) -> tuple[int, ...]:
-    """Numbers as a tuple of ints; a number that is not whole is refused, never rounded.
+def to_int_tuple(values: Iterable[object], what: str, *, single: bool = False) -> tuple[int, ...]:
+    """Numbers as a tuple of ints; a number that is not whole is refused, never rounded. `single`: it is one number.
 
     >>> to_int_tuple((4, 2.5), "a shape")
     Traceback (most recent call last):
     ...
     shardwise.geometry.box.LayoutError: a shape must contain integers, got (4, 2.5)
     """
-    try:
-        given = tuple(values)
-    except TypeError:
-        raise LayoutError(f"{what} must be a sequence of integers, got {values!r}") from None
+    given = None if isinstance(values, str) or not isinstance(values, Iterable) else tuple(values)
+    if given is None:
+        raise LayoutError(f"{what} must be a sequence of integers, got {values!r}")
     try:
         return tuple(index(value) for value in given)  # type: ignore[arg-type]  # raises for what is not a number
     except TypeError:
-        raise LayoutError(f"{what} must contain integers, got {given}") from None
+        rule, shown = ("must be an integer", repr(given[0])) if single else ("must contain integers", str(given))
+        raise LayoutError(f"{what} {rule}, got {shown}") from None
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -90,6 +90,7 @@ def find_dtype(name: str) -> DType:
 T = TypeVar("T")
 MAX_INT64 = 2**63 - 1
 LONGEST_SHOWN = 60
+_SPLIT_WORDS = ("sizes", "groups", "block", "owners", "each", "zigzag", "unit", "addends", "split")
 
 
 class Scanner:
@@ -197,7 +198,8 @@ class Scanner:
     def end(self, place: str) -> None:
         """Fail unless the whole text was read."""
         if self.at < len(self.text):
-            self.fail(f"expected nothing more {place}; {self.found()}")
+            near = difflib.get_close_matches(self.peek_word(), _SPLIT_WORDS, n=1)
+            self.fail(f"expected nothing more {place}; {self.found()}{f'; write {near[0]}' if near else ''}")
 
 
 @public
@@ -385,6 +387,9 @@ def parse_layout(text: str, like: TensorType | None = None) -> TensorType:
     elif like is not None and scanner.rest:
         found = _ParsedType(like.dtype, like.shape)
     else:
+        if scanner.peek_word() in _by_name:
+            scanner.word()
+            scanner.expect("[", "and the shape after the dtype, as in f32[8,4]")
         scanner.fail(f"expected a dtype and a shape such as f32[8,4]; {scanner.found()}")
     return TensorType(found.dtype, _read_layout(scanner, found))
 
@@ -528,6 +533,10 @@ def _read_rule(scanner: Scanner) -> _ParsedSpec:
     elif scanner.take("as"):
         rule = _read_listed_rule(scanner)
     elif scanner.take("@") or not scanner.rest:
+        if scanner.peek_word():
+            scanner.fail(
+                f"@ is followed by the number of a rank, and a mesh by on: 'on {scanner.rest[:LONGEST_SHOWN]}'"
+            )
         rank = scanner.integer("a rank") if scanner.at > at else 0
         rule = _ParsedSpec(MeshSpec(Mesh((), rank), ()), at)
     else:

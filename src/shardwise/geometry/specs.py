@@ -79,7 +79,7 @@ class ChunkSpec(_ProductSpec):
             if isinstance(ranks, int)
             else to_int_tuple(ranks, "ranks of ChunkSpec")
         )
-        object.__setattr__(self, "dim", to_int_tuple((dim,), "a dim")[0])
+        object.__setattr__(self, "dim", to_int_tuple((dim,), "a dim", single=True)[0])
         object.__setattr__(self, "ranks", chosen)
         object.__setattr__(self, "devices", None if devices is None else tuple(devices))
         if not chosen or min(chosen) < 0:

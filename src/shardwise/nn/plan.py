@@ -95,7 +95,10 @@ def match_patterns(patterns: Iterable[str], names: Sequence[str], what: str = "p
             found.setdefault(name, []).append(pattern)
         if not hits:
             near = ", ".join(_find_similar_names(pattern, names)) or "nothing"
-            problems.append(f"the pattern {pattern!r} matches no {what}; near it: {near}")
+            wide = ".".join("**" if part == "*" else part for part in pattern.split("."))
+            fits = wide != pattern and any(map(_compile_pattern(wide).fullmatch, names))
+            fix = f"; * is one part of a name, ** any number of parts: {wide!r}" if fits else ""
+            problems.append(f"the pattern {pattern!r} matches no {what}; near it: {near}{fix}")
     for name, several in found.items():
         if len(several) > 1:
             problems.append(f"{name} matches {' and '.join(map(repr, several))}; a {what} has one pattern")
@@ -834,8 +837,10 @@ def check_on_all_ranks(comm: Comm, check: Callable[[], PlanFields]) -> None:
         raise
 
 
-def check_source(src_rank: int, comm: Comm) -> None:
+def check_source(src_rank: Any, comm: Comm) -> None:
     """Raise unless the source is a rank of the group, counted in it."""
+    if not isinstance(src_rank, int):
+        raise TypeError(f"src_rank is the number of a rank of the group, got {type(src_rank).__name__}")
     if not 0 <= src_rank < comm.world_size:
         raise ValueError(f"src_rank={src_rank} is not in the group: it has ranks 0 to {comm.world_size - 1}")
 

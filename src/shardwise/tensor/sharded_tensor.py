@@ -480,7 +480,9 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
             return out.copy_(result)
         return result.clone() if self.sharding == layout and result is locals_[0] else result
 
-    def _gather_problem(self, dst: int, out: Tensor | None) -> str | None:
+    def _gather_problem(self, dst: Any, out: Tensor | None) -> str | None:
+        if not isinstance(dst, int):
+            return f"gather_to takes the number of a rank, as in gather_to(0); got {type(dst).__name__}: {dst!r}"
         if dst not in self.comm.ranks:
             return f"gather to rank {dst}, which is not in the comm ({name_ranks(self.comm.ranks)})"
         if out is None:
