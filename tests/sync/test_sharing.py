@@ -14,8 +14,7 @@ from shardwise.comm import Comm
 from shardwise.geometry import Layout, parse_layout
 from shardwise.geometry.state_map import BlockScale, StateMap
 from shardwise.sync import publish, subscribe
-from shardwise.sync.plan import Wanted, plan_reads, quantize_blocks
-from shardwise.sync.sharing import in_source_order, list_reads, share_reads
+from shardwise.sync.plan import Wanted, list_reads, plan_reads, quantize_blocks, share_reads
 from shardwise.sync.subscriber import Subscriber
 from tests.sync.test_plan import fill_slots, published, quantized, want
 from tests.sync.worlds import TOKEN, free_address, gathered, laid_out, parts_of, run_worlds, whole
@@ -55,8 +54,8 @@ def share_all(
             for peer, reads in gets.items():
                 given = plans[peer].gives[number][rank] if peer != rank else plan.gives[number][rank]
                 for mine, theirs in zip(reads, given, strict=True):
-                    arrived = in_source_order(theirs, place_of(wanted, peer, theirs))
-                    in_source_order(mine, place_of(wanted, rank, mine)).copy_(arrived)
+                    arrived = theirs.in_source_order(place_of(wanted, peer, theirs))
+                    mine.in_source_order(place_of(wanted, rank, mine)).copy_(arrived)
     for rank in range(4):
         for each, layout in zip(wanted[rank], targets, strict=True):
             for piece, slot in zip(layout.pieces_of(rank), layout.table.slots[layout.rows_of(rank)], strict=True):

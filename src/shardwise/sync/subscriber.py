@@ -42,10 +42,12 @@ from shardwise.sync.plan import (
     Read,
     ReadPlan,
     Wanted,
+    list_reads,
     plan_reads,
     quantize_blocks,
     read_description,
     resolve_map,
+    share_reads,
 )
 from shardwise.sync.publisher import ROUND_SECONDS, tensors_of
 from shardwise.sync.session import (
@@ -57,7 +59,6 @@ from shardwise.sync.session import (
     connect,
     read_token,
 )
-from shardwise.sync.sharing import in_source_order, is_repeated, list_reads, share_reads
 from shardwise.sync.slots import MappedSlot
 
 _log = package_logger(__name__)
@@ -430,7 +431,9 @@ class Subscriber:
                 }
                 receives = {
                     peer: [
-                        view if self._takes_strides and not is_repeated(read) else torch.empty(view.shape).to(view)
+                        view
+                        if self._takes_strides and not read.is_repeated
+                        else torch.empty(view.shape, dtype=view.dtype, device=view.device)
                         for read, view in zip(reads, map(self._view_of, reads), strict=True)
                     ]
                     for peer, reads in gets.items()
@@ -438,12 +441,12 @@ class Subscriber:
                 self.comm.exchange(sends, receives, label="sync pull: within the host").wait()
                 for peer, reads in gets.items():
                     for read, arrived in zip(reads, receives[peer], strict=True):
-                        if not self._takes_strides or is_repeated(read):
+                        if not self._takes_strides or read.is_repeated:
                             index = tuple(0 if isinstance(i, int) else slice(None) for i in read.index)
                             self._place_of(read).copy_(arrived[index].permute(read.order)[read.widen])
 
     def _view_of(self, read: Read) -> Tensor:
-        return in_source_order(read, self._place_of(read))
+        return read.in_source_order(self._place_of(read))
 
     def _complete(self, seq: int) -> None:
         """Quantize what is complete now."""
