@@ -378,7 +378,8 @@ _NOT_ADAPTED = ("torch", "functorch", "shardwise")  # they know what they are gi
 
 def _let_all_functions_take_sharded() -> None:
     """Give `torch.autograd.Function` an `apply` that asks for ShardedTensors."""
-    original = vars(torch.autograd.Function)["apply"].__func__
+    defined = vars(torch.autograd.Function)["apply"]
+    original = getattr(defined, "__func__", defined)  # torch 2.15 defines it in C, as a function of the class
 
     @wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
