@@ -264,7 +264,7 @@ def test_reads_of_changes_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         trainer.push(1)
         source = link._sources[0]
         until = time.monotonic() + 10
-        row = [0, [1], "f32", [[0, 1, 1]], [0], "f32"]  # the header of the slot is not a piece
+        row = [0, [1], "f32", [[0, 1, 1]], [0], "f32", None]  # the header of the slot is not a piece
         source.channel.send({"do": "list", "list": 1, "rows": [row]}, until)
         source.channel.receive(until)
         wanted = {"do": "read", "list": 1, "count": 1, "slot": 1, "generation": 4, "since": 1}

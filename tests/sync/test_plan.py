@@ -273,17 +273,20 @@ def test_too_many_tensors_and_pieces_are_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "row",
     [
-        [-64, [4], "f32", [[0, 4, 1]], [0], "f32"],
-        [4096, [100000], "f32", [[0, 4, 1]], [0], "f32"],
-        [4097, [4], "f32", [[0, 4, 1]], [0], "f32"],
-        [4096, [-4], "f32", [[0, 4, 1]], [0], "f32"],
-        [4096, [4], "f32", [], [0], "f32"],
-        [4096, [4], "f77", [[0, 4, 1]], [0], "f32"],
+        [-64, [4], "f32", [[0, 4, 1]], [0], "f32", None],
+        [4096, [100000], "f32", [[0, 4, 1]], [0], "f32", None],
+        [4097, [4], "f32", [[0, 4, 1]], [0], "f32", None],
+        [4096, [-4], "f32", [[0, 4, 1]], [0], "f32", None],
+        [4096, [4], "f32", [], [0], "f32", None],
+        [4096, [4], "f77", [[0, 4, 1]], [0], "f32", None],
         [4096, [4]],
+        [4096, [4], "f32", [[0, 4, 1]], [0], "f8e4m3fn", [[0], "amax"]],
+        [4096, [4], "f32", [[0, 4, 1]], [0], "f8e4m3fn", [[2, 2], "amax"]],
+        [4096, [4], "f32", [[0, 4, 1]], [0], "f8e4m3fn", [[2], "pickle"]],
     ],
 )
 def test_a_reader_gets_nothing_beyond_a_slot(row: list[Any]) -> None:
-    with pytest.raises(ValueError, match=r"what is not in a slot|unknown dtype|not enough values"):
+    with pytest.raises(ValueError, match=r"what is not in a slot|unknown dtype|not enough values|blocks of"):
         parse_read(row, 8192)
 
 
@@ -327,7 +330,8 @@ def test_a_server_gets_codes_and_scales(apply: Any, host: str | None, monkeypatc
             state = {"w": codes, "w.scale": shardwise.zeros("on x=2: S(0)", (3, 3))}
             options: dict[str, Any] = {"names": quantized, "apply": apply, "token": TOKEN, "verify": True}
             with subscribe(state, trainer.address, **options) as link:
-                assert "values that are quantized here" in link.describe()
+                here = comm.rank == 0 or host is None or apply == "stage"  # a block of rank 0 has rows of q and of k
+                assert ("values that are quantized here" in link.describe()) == here
                 for step in (1, 2):
                     if comm.rank == 0:
                         q[3, 2] = 10.0 * step
@@ -346,6 +350,78 @@ def test_a_server_gets_codes_and_scales(apply: Any, host: str | None, monkeypatc
 
         codes, scales, *wanted = shardwise.run_local(serve, 2)[0]
     assert torch.equal(codes.float(), wanted[0].float()) and torch.equal(scales, wanted[1])
+
+
+@pytest.mark.parametrize("rule", ["amax", "amax_pow2"])
+@pytest.mark.parametrize(("apply", "limit"), [("stage", 1 << 20), ("swap", 500), ("in_place", 1 << 20)])
+def test_the_sender_quantizes_where_that_saves_bytes(
+    rule: str, apply: Any, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, block = torch.Generator().manual_seed(3), (4, 3)
+    trained = {
+        "w": torch.randn(22, 40, generator=generator) * 10,
+        "v": torch.randn(16, 21, generator=generator).bfloat16(),
+    }
+
+    def names(types: Mapping[str, TensorShape]) -> StateMap:
+        made = StateMap.identity(types).transpose("w")
+        return made.quantize("w", "w.scale", block, rule=rule).quantize("v", "v.scale", block, rule=rule)
+
+    def served(host: str) -> list[tuple[list[Tensor], int]]:
+        monkeypatch.setattr("shardwise.sync.subscriber.identify_host", lambda: host)
+        with publish(trained, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+            trainer.push(1)
+
+            def serve(comm: Comm) -> tuple[list[Tensor], int]:
+                state = {
+                    "w": shardwise.zeros("on x=2: S(0) unit(4)", (40, 22), dtype=torch.float8_e4m3fn),
+                    "w.scale": shardwise.zeros("on x=2: S(0)", (10, 8)),
+                    "v": torch.zeros(16, 21, dtype=torch.float8_e4m3fn),  # both ranks need all of it
+                    "v.scale": torch.zeros(4, 7),
+                }
+                options: dict[str, Any] = {"apply": apply, "max_buffer_bytes": limit, "verify": True}
+                with subscribe(state, trainer.address, token=TOKEN, names=names, **options) as link:
+                    assert ("quantized here" in link.describe()) == (host != "elsewhere")
+                    assert link.pull(60) == 1, link.problem
+                    assert link.verify()
+                    found = [x.full() if isinstance(x, shardwise.ShardedTensor) else x.clone() for x in state.values()]
+                    comm.barrier(label="compared")
+                    state["v.scale"][2, 5] *= 2
+                    assert [text.split(":")[0] for text in link.verify().different] == ["v on rank 0", "v on rank 1"]
+                return found, link.read_bytes
+
+            return shardwise.run_local(serve, 2)
+
+    far, near = served("elsewhere"), served(shardwise.sync.subscriber.identify_host() or "")
+    for (one, _), (other, _) in zip(far, near, strict=True):
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
+    assert sum(nbytes for _, nbytes in far) == 40 * 22 + 10 * 8 * 4 + 16 * 21 + 4 * 7 * 4  # codes and scales, once
+
+
+def test_values_travel_where_quantizing_saves_nothing() -> None:
+    types = {"w": TensorShape((8, 9), "bf16")}
+    layout = parse_layout("bf16[8,9] on x=1: R").layout
+    pub = Published("t", {"w": (find_dtype("bf16"), layout)}, (0,), (RankPlace("a", None, ("", 1)),)).placed()
+
+    def plan(block: tuple[int, int], pad: int = 8, host: str = "z", **options: Any) -> ReadPlan:
+        made = StateMap.identity(types).pad("w", 0, pad).quantize("w", "s", block)
+        shapes = {"w": (pad, 9), "s": made.targets["w"].scale.shape((pad, 9))}  # type: ignore[union-attr]  # it has one
+        dtypes = {"w": torch.float8_e4m3fn, "s": torch.float32}
+        wanted = [
+            Wanted(n, parse_layout(f"f32{list(shape)} on x=1: R").layout, dtypes[n], (torch.empty(shape),), True)
+            for n, shape in shapes.items()
+        ]
+        return plan_reads(pub, made, wanted, 0, host, **options)
+
+    def makes_codes(found: ReadPlan) -> bool:
+        coded = {read.scales is not None for reads in found.reads.values() for read in reads}
+        assert len(coded) == 1 and (not found.quantized) in coded
+        return True in coded
+
+    assert makes_codes(plan((4, 3), takes_codes=True))
+    assert not makes_codes(plan((4, 3)))  # changes of values are wanted
+    assert not makes_codes(plan((2, 2), takes_codes=True))  # a code and a scale for each four take 2 bytes a value
+    assert not makes_codes(plan((4, 3), pad=12, takes_codes=True))  # nobody has the rows that are filled
 
 
 def test_no_cut_goes_through_a_block_and_scales_are_where_their_blocks_are() -> None:

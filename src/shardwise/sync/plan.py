@@ -40,6 +40,7 @@ from shardwise.geometry import Box, DType, Layout, LayoutError, find_dtype, layo
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.state_map import (
     MAX_MAP_BYTES,
+    SCALE_RULES,
     BlockScale,
     MappedTensor,
     MapTerm,
@@ -76,6 +77,7 @@ class Published:
     tensors: Mapping[str, tuple[DType, Layout]]
     tied: tuple[int, ...]
     places: tuple[RankPlace, ...]
+    delta: bool = False
     kept: list[KeptPieces] = field(default_factory=list)
     slot_bytes: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -109,6 +111,7 @@ class Published:
             "layouts": [layout_to_json(layout) for layout in numbers],
             "tensors": rows,
             "ranks": [[place.host, place.name, *place.address] for place in self.places],
+            "delta": self.delta,
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -135,7 +138,7 @@ def read_description(text: str) -> Published:
             tied.append(first)
         if len(tensors) < len(tied):
             raise LayoutError("a name appears twice")
-        return Published(str(data["world"])[:200], tensors, tuple(tied), places).placed()
+        return Published(str(data["world"])[:200], tensors, tuple(tied), places, bool(data["delta"])).placed()
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise LayoutError(f"the publisher's description is damaged: {str(error)[:300]}") from error
 
@@ -213,11 +216,22 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class SentScales:
+    """What a read is quantized to by the rank that sends it, and where its scales go."""
+
+    scale: BlockScale
+    target: int
+    part: int
+    here: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
 class Read:
     """A strided copy: what is cut out of a piece in a rank's slot, and where it goes.
 
     `wire` is the element type that travels, the narrower of both; `to` is that of where it goes. `origin` is the tensor
-    and the cell of its layout. What `is_passed` comes from a rank of this host that reads it.
+    and the cell of its layout. With `scales` codes travel, behind the scales of their blocks. What `is_passed` comes
+    from a rank of this host that reads it.
     """
 
     target: int
@@ -233,6 +247,7 @@ class Read:
     wire: DType
     to: DType
     origin: tuple[int, int]
+    scales: SentScales | None = None
     is_passed: bool = False
 
     def view(self, memory: Tensor) -> Tensor:
@@ -244,18 +259,22 @@ class Read:
     def to_json(self) -> list[Any]:
         """What the rank that sends must know."""
         index = [i if isinstance(i, int) else [i.start, i.stop, i.step] for i in self.index]
-        return [self.offset, list(self.shape), self.dtype.name, index, list(self.order), self.wire.name]
+        made = None if self.scales is None else [list(self.scales.scale.block), self.scales.scale.rule]
+        return [self.offset, list(self.shape), self.dtype.name, index, list(self.order), self.wire.name, made]
 
     @property
     def is_repeated(self) -> bool:
         """Whether the same values fill several indices of a dim."""
         return any(kept is None for kept in self.widen)
 
+    def once(self, place: Tensor) -> Tensor:
+        """What travels, in the place that the read fills."""
+        return place[tuple(slice(None) if kept is not None else 0 for kept in self.widen)]
+
     def in_source_order(self, place: Tensor) -> Tensor:
         """What the read fills, as a view with the dims of its source: of one shape on all ranks that need the same."""
-        once = place[tuple(slice(None) if kept is not None else 0 for kept in self.widen)]
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return once.permute(back)[tuple(None if isinstance(i, int) else slice(None) for i in self.index)]
+        return self.once(place).permute(back)[tuple(None if isinstance(i, int) else slice(None) for i in self.index)]
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
@@ -264,7 +283,8 @@ class Read:
 
     @property
     def sent_bytes(self) -> int:
-        return math.prod(self.sent_shape) * self.wire.itemsize
+        scales = 0 if self.scales is None else 4 * math.prod(cut.stop - cut.start for cut in self.scales.here)
+        return math.prod(self.sent_shape) * self.wire.itemsize + scales
 
 
 @dataclass(frozen=True)
@@ -309,15 +329,47 @@ class ReadPlan:
         return sum(read.sent_bytes for reads in self.reads.values() for read in reads)
 
 
-def parse_read(row: Any, slot_bytes: int) -> tuple[int, tuple[int, ...], DType, tuple[slice | int, ...], Any, DType]:
+@dataclass(frozen=True)
+class AskedRead:
+    """What a rank that sends knows of a read."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: DType
+    index: tuple[slice | int, ...]
+    order: tuple[int, ...]
+    wire: DType
+    scale: BlockScale | None
+
+    def packed(self, memory: Tensor) -> Tensor:
+        """The elements in the memory of a slot as they travel: one run in the order of the reader."""
+        count = math.prod(self.shape) * self.dtype.itemsize
+        piece = memory[self.offset : self.offset + count].view(torch_dtype(self.dtype)).view(self.shape)
+        view = piece[self.index].permute(self.order)
+        if self.scale is None:
+            return view.to(torch_dtype(self.wire)).contiguous()
+        return join_codes(*quantize_blocks(view, self.scale, torch_dtype(self.wire)))
+
+
+def join_codes(codes: Tensor, scales: Tensor) -> Tensor:
+    """Codes behind their scales, as bytes."""
+    return torch.cat([each.contiguous().view(-1).view(torch.uint8) for each in (scales, codes)])
+
+
+def parse_read(row: Any, slot_bytes: int) -> AskedRead:
     """What `Read.to_json` wrote, checked against the length of a slot."""
-    offset, shape, dtype, index, order, wire = row
+    offset, shape, dtype, index, order, wire, made = row
     kinds = find_dtype(dtype), find_dtype(wire)
     count = math.prod(shape) * kinds[0].itemsize
     if not (0 <= offset <= slot_bytes - count) or offset % 16 or any(n < 0 for n in shape) or len(index) != len(shape):
         raise ValueError("a reader asks for what is not in a slot")
     cut = tuple(i if isinstance(i, int) else slice(*map(int, i)) for i in index)
-    return offset, tuple(map(int, shape)), kinds[0], cut, tuple(map(int, order)), kinds[1]
+    scale = None
+    if made is not None:
+        scale = BlockScale("", tuple(map(int, made[0])), str(made[1]))
+        if len(scale.block) != len(order) or min(scale.block, default=1) < 1 or scale.rule not in SCALE_RULES:
+            raise ValueError(f"a reader asks for blocks of {scale.block} with the rule {scale.rule!r:.40}")
+    return AskedRead(offset, tuple(map(int, shape)), kinds[0], cut, tuple(map(int, order)), kinds[1], scale)
 
 
 class _Demands:
@@ -330,6 +382,8 @@ class _Demands:
         self.sources: list[int] = []
         self.weights: list[int] = []
         self.made: list[tuple[Any, ...]] = []
+        self.wide = {-1}
+        """Numbers of boxes of which not all parts can be quantized by ranks that send them."""
         self._known: dict[int, tuple[int, Mapping[int, int]]] = {}
         self._total = 0
 
@@ -371,11 +425,17 @@ def plan_reads(
     rank: int,
     host: str,
     max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    *,
+    takes_codes: bool = False,
 ) -> ReadPlan:
-    """What the rank of a subscriber reads, from whom, and what it fills; no box has more than `max_buffer_bytes`."""
+    """What the rank of a subscriber reads, from whom, and what it fills; no box has more than `max_buffer_bytes`.
+
+    With `takes_codes` ranks of other hosts quantize what they send, where blocks are whole there and bytes are saved.
+    """
     names, demands, fills = {n: i for i, n in enumerate(published.tensors)}, _Demands(), list[Filled]()
     layouts, quantized = published.entries, plan_quantized(published, state_map, wanted, rank)
     wide = {(each.target, each.part): each.wide for each in quantized}
+    boxes = {(each.target, each.part, *(cut.start for cut in each.here)): i for i, each in enumerate(quantized)}
     for number, want in enumerate(wanted):
         if want.name in state_map.scales:
             continue
@@ -387,6 +447,7 @@ def plan_reads(
             )
         _check_shape(want, target)
         for part, box, origin in _local_boxes(want, rank):
+            made = boxes.get((number, part, *origin), -1)
             for term in _terms_in(target, box):
                 here = tuple(
                     slice(o - b + at, o - b + at + n)
@@ -394,11 +455,15 @@ def plan_reads(
                 )
                 if term.source is None:
                     fills.append(Filled(number, part, here, term.fill))
+                    demands.wide.add(made)
                     continue
                 source = names[term.source]
                 dtype, layout = layouts[source]
                 most = max(1, max_buffer_bytes // dtype.itemsize)
-                cut = ((c, each.cut(b)) for c, each in _meet_cells(term, layout) for b in cut_box(each.box, most))
+                block = None if made < 0 else quantized[made].scale.block
+                cut = (
+                    (c, each.cut(b)) for c, each in _meet_cells(term, layout) for b in _cut_units(each.box, most, block)
+                )
                 for cell, met in cut:
                     demands.sources.append(demands.number_of(published, source, cell))
                     demands.weights.append(met.box.numel * dtype.itemsize)
@@ -407,18 +472,80 @@ def plan_reads(
                         for s, m, o, n in zip(here, met.box.offsets, term.box.offsets, met.box.sizes, strict=True)
                     )
                     to = wide.get((number, part), want.dtype)
-                    demands.made.append((number, part, shifted, source, met, to))
+                    if made >= 0 and not _saves_bytes(quantized[made], met, dtype, want):
+                        demands.wide.add(made)
+                    demands.made.append((number, part, shifted, source, met, to, made))
     if not demands.made:
         return ReadPlan({}, tuple(fills), quantized)
+    reads, sent = _find_owners(published, demands, wanted, quantized if takes_codes else (), rank, host)
+    left = tuple(each for made, each in enumerate(quantized) if made not in sent)
+    return ReadPlan({owner: tuple(reads[owner]) for owner in sorted(reads)}, tuple(fills), left)
+
+
+def _find_owners(
+    published: Published,
+    demands: _Demands,
+    wanted: Sequence[Wanted],
+    quantized: Sequence[Quantized],
+    rank: int,
+    host: str,
+) -> tuple[dict[int, list[Read]], set[int]]:
+    """The reads by the rank that has each, and the numbers of the boxes that are quantized where they are."""
     hosts = {h: i for i, h in enumerate(dict.fromkeys(place.host for place in published.places))}
     numbers = [hosts[place.host] for place in published.places]
     ranks, rows = demands.choose(numbers, hosts.get(host, len(hosts)), rank % len(numbers))
+    near = {r for r, at in enumerate(published.places) if at.host == host and at.name is not None}
+    demands.wide.update(each[-1] for each, owner in zip(demands.made, ranks.tolist(), strict=True) if owner in near)
+    sent = {made for made in range(len(quantized)) if made not in demands.wide}
     reads: dict[int, list[Read]] = {}
-    for (number, part, here, source, met, to), owner, row in zip(
+    for (number, part, here, source, met, to, made), owner, row in zip(
         demands.made, ranks.tolist(), rows.tolist(), strict=True
     ):
-        reads.setdefault(owner, []).append(_make_read(published, number, part, here, source, met, to, row))
-    return ReadPlan({owner: tuple(reads[owner]) for owner in sorted(reads)}, tuple(fills), quantized)
+        scales = _scales_of(quantized[made], here) if made in sent else None
+        to = wanted[number].dtype if scales is not None else to
+        read = _make_read(published, number, part, here, source, met, to, row)
+        reads.setdefault(owner, []).append(replace(read, scales=scales))
+    return reads, sent
+
+
+def _cut_units(box: Box, most: int, block: tuple[int, ...] | None) -> Iterable[Box]:
+    """A box in parts of at most so many elements; between blocks, and in smaller parts, if it may be quantized."""
+    if block is None or any(o % b for o, b in zip(box.offsets, block, strict=True)):
+        yield from cut_box(box, most)
+        return
+    blocks = Box(
+        tuple(o // b for o, b in zip(box.offsets, block, strict=True)),
+        tuple(-(-n // b) for n, b in zip(box.sizes, block, strict=True)),
+    )
+    for part in cut_box(blocks, max(1, most // (4 * math.prod(block)))):  # quantizing takes some copies of it
+        offsets = tuple(o * b for o, b in zip(part.offsets, block, strict=True))
+        ends = (min(end * b, last) for end, b, last in zip(part.ends, block, box.ends, strict=True))
+        yield Box(offsets, tuple(end - o for o, end in zip(offsets, ends, strict=True)))
+
+
+def _saves_bytes(made: Quantized, met: MapTerm, source: DType, want: Wanted) -> bool:
+    """Whether a rank that has this part of a box could quantize it: blocks are whole, and fewer bytes travel."""
+    block, box, wide = made.scale.block, met.box, find_dtype(str(made.wide))
+    whole = all(
+        o % b == 0 and (end % b == 0 or end == n)
+        for o, end, b, n in zip(box.offsets, box.ends, block, want.layout.shape, strict=True)
+    )
+    exact = source == wide or source.itemsize < wide.itemsize
+    blocks = math.prod(-(-n // b) for n, b in zip(box.sizes, block, strict=True))
+    fewer = box.numel * want.dtype.itemsize + 4 * blocks < box.numel * source.itemsize
+    return whole and exact and fewer and all(kept is not None for kept in met.widen)
+
+
+def _scales_of(made: Quantized, here: tuple[slice, ...]) -> SentScales:
+    """Where the scales of a part of a box go."""
+    at = tuple(
+        slice(
+            scales.start + (cut.start - whole.start) // b,
+            scales.start + -(-(cut.stop - whole.start) // b),
+        )
+        for cut, whole, scales, b in zip(here, made.here, made.scale_here, made.scale.block, strict=True)
+    )
+    return SentScales(made.scale, made.scale_target, made.scale_part, at)
 
 
 def plan_quantized(
@@ -581,8 +708,10 @@ def _make_read(
 
 # What several ranks of a host need.
 
-Key: TypeAlias = tuple[int, int, str, tuple[tuple[int, int, int], ...]]
-"""A box that is read: tensor, cell, the type it has where it arrives; start, length and step for each source dim."""
+Key: TypeAlias = tuple[int, int, str, str, tuple[tuple[int, int, int], ...]]
+"""A box that is read: tensor, cell, the type it has where it arrives, how it is quantized; start, length
+and step for each source dim.
+"""
 
 
 def list_reads(plan: ReadPlan, near: Iterable[int]) -> str:
@@ -595,12 +724,13 @@ def _key(read: Read) -> Key:
     cuts = [
         (i, 1, 1) if isinstance(i, int) else (i.start, len(range(i.start, i.stop, i.step)), i.step) for i in read.index
     ]
-    return (*read.origin, read.to.name, tuple(cuts))
+    made = "" if read.scales is None else f"{read.scales.scale.block} {read.scales.scale.rule} {read.order}"
+    return (*read.origin, read.to.name, made, tuple(cuts))
 
 
 def _parse(row: Sequence[object]) -> Key:
-    tensor, cell, to, cuts = row
-    return int(tensor), int(cell), str(to), tuple(tuple(cut) for cut in cuts)  # type: ignore[call-overload,attr-defined]  # of our own world
+    tensor, cell, to, made, cuts = row
+    return int(tensor), int(cell), str(to), str(made), tuple(tuple(cut) for cut in cuts)  # type: ignore[call-overload,attr-defined]  # of our own world
 
 
 def share_reads(plan: ReadPlan, rank: int, lists: Mapping[int, str], near: Iterable[int], limit: int) -> ReadPlan:
@@ -664,15 +794,15 @@ def _choose_readers(shared: Sequence[Key], needed: Mapping[Key, Sequence[int]], 
 
 
 def _nbytes(key: Key) -> int:
-    return math.prod(count for _, count, _ in key[3]) * find_dtype(key[2]).itemsize
+    return math.prod(count for _, count, _ in key[4]) * find_dtype(key[2]).itemsize
 
 
 def _find_cuts(keys: Iterable[Key]) -> dict[tuple[int, int, str], list[list[int]]]:
     """Along each dim the edges of boxes of a cell that overlap without being equal; cells without any are not there."""
     groups: dict[tuple[int, int, str], list[Box]] = {}
     for key in keys:
-        if all(step == 1 for _, _, step in key[3]):
-            box = Box(tuple(start for start, _, _ in key[3]), tuple(count for _, count, _ in key[3]))
+        if not key[3] and all(step == 1 for _, _, step in key[4]):
+            box = Box(tuple(start for start, _, _ in key[4]), tuple(count for _, count, _ in key[4]))
             groups.setdefault(key[:3], []).append(box)
     found = {}
     for group, boxes in groups.items():
@@ -685,15 +815,15 @@ def _find_cuts(keys: Iterable[Key]) -> dict[tuple[int, int, str], list[list[int]
 
 def _cut(key: Key, cuts: Mapping[tuple[int, int, str], Sequence[Sequence[int]]]) -> list[Key]:
     edges = cuts.get(key[:3])
-    if edges is None or any(step != 1 for _, _, step in key[3]):
+    if edges is None or key[3] or any(step != 1 for _, _, step in key[4]):
         return [key]
     dims = []
-    for (start, count, _), listed in zip(key[3], edges, strict=True):
+    for (start, count, _), listed in zip(key[4], edges, strict=True):
         at = [start, *(e for e in listed if start < e < start + count), start + count]
         dims.append([(a, b - a, 1) for a, b in itertools.pairwise(at)])
     if math.prod(len(dim) for dim in dims) > MOST_CUTS:
         return [key]
-    return [(*key[:3], tuple(piece)) for piece in itertools.product(*dims)]
+    return [(*key[:4], tuple(piece)) for piece in itertools.product(*dims)]
 
 
 def _cut_read(read: Read, key: Key) -> Read:
@@ -705,7 +835,7 @@ def _cut_read(read: Read, key: Key) -> Read:
     left = [d for d, i in enumerate(read.index) if not isinstance(i, int)]
     for place, source in enumerate(read.order):
         dim, d = along[place], left[source]
-        start, count, _ = key[3][d]
+        start, count, _ = key[4][d]
         whole = read.index[d]
         assert isinstance(whole, slice)
         first = here[dim].start + start - whole.start

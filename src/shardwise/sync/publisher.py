@@ -35,7 +35,7 @@ from shardwise.checkpoint.state import Leaf, agree_on_state, flatten_state, make
 from shardwise.comm import Comm, agree, gather_values
 from shardwise.comm.transports.links import identify_host
 from shardwise.geometry import Layout, LayoutError
-from shardwise.sync.plan import Published, RankPlace, parse_read, read_description
+from shardwise.sync.plan import AskedRead, Published, RankPlace, parse_read, read_description
 from shardwise.sync.session import (
     MAX_DESCRIPTION,
     Channel,
@@ -261,7 +261,7 @@ class Publisher:
         listed = dict(zip(self.comm.ranks, found_places, strict=True))
         nowhere = RankPlace("", None, ("", 0))  # of ranks that are not the comm's
         places = tuple(listed.get(rank, nowhere) for rank in range(1 + max(self.comm.ranks)))
-        self._text = Published(self.name, kinds, tuple(tied), places).to_text()
+        self._text = Published(self.name, kinds, tuple(tied), places, self._delta).to_text()
         if len(self._text) > MAX_DESCRIPTION:
             raise LayoutError(f"the description of {len(kinds)} tensors has more than {MAX_DESCRIPTION} bytes")
         found = read_description(self._text)
@@ -310,7 +310,7 @@ class Publisher:
                 raise ConnectionError("versions are granted by the first rank")
             self._serve_control(channel)
             return
-        lists: dict[int, list[Any]] = {}
+        lists: dict[int, list[AskedRead]] = {}
         while True:
             message = channel.receive(time.monotonic() + _IDLE_SECONDS, MAX_DESCRIPTION)
             until = time.monotonic() + self.deadline
@@ -342,7 +342,7 @@ class Publisher:
             for copy in copies:
                 os.close(copy)
 
-    def _send_list(self, channel: Channel, rows: Sequence[Any], message: Message, until: float) -> None:
+    def _send_list(self, channel: Channel, rows: Sequence[AskedRead], message: Message, until: float) -> None:
         """Send what a reader has listed out of a slot, then whether the slot was whole all the time.
 
         If the reader has an earlier version and it is known what changed since, only that is sent.
@@ -359,35 +359,37 @@ class Publisher:
             return
         for row in rows:
             if changes is None:
-                data = _packed(slot.memory, row).reshape(-1).view(torch.uint8).numpy().data
+                data = row.packed(slot.memory).reshape(-1).view(torch.uint8).numpy().data
             else:
                 data = self._encode(slot.memory, row, changes)
             for start in range(0, len(data), _SEND_BYTES):
                 channel.send_raw(data[start : start + _SEND_BYTES], until)
         channel.send({"whole": slot.generation == generation}, until)
 
-    def _encode(self, memory: Tensor, row: Any, changes: Union) -> memoryview:
+    def _encode(self, memory: Tensor, row: AskedRead, changes: Union) -> memoryview:
         """What changed of what a reader has listed: the number of bytes, then these."""
-        offset, shape, dtype, index, order, _ = row
-        number = self._numbers.get(offset)
-        if number is None or self._places[number].shape != shape or self._places[number].dtype != torch_dtype(dtype):
+        number = self._numbers.get(row.offset)
+        kind = None if number is None else (self._places[number].shape, self._places[number].dtype)
+        if number is None or kind != (row.shape, torch_dtype(row.dtype)) or row.scale is not None:
             raise ValueError("a reader asks for changes of what is not a piece of this rank")
-        flags = changes.flags(number, torch.Size(shape).numel())
+        flags = changes.flags(number, torch.Size(row.shape).numel())
         data = b""
         if flags is not None:
-            seen = torch.from_numpy(flags).view(shape)[index].permute(order).contiguous().view(-1)
+            seen = torch.from_numpy(flags).view(row.shape)[row.index].permute(row.order).contiguous().view(-1)
             if bool(seen.any()):
-                data = encode_changes(_packed(memory, row).reshape(-1), seen.numpy()).tobytes()
+                data = encode_changes(row.packed(memory).reshape(-1), seen.numpy()).tobytes()
         return memoryview(len(data).to_bytes(8, "little") + data)
 
-    def _send_sums(self, channel: Channel, rows: Sequence[Any], number: int, generation: int, until: float) -> None:
+    def _send_sums(
+        self, channel: Channel, rows: Sequence[AskedRead], number: int, generation: int, until: float
+    ) -> None:
         """Send the sums of what a reader has listed, for it to compare with what it has."""
         with self._guard:
             slot = self._slots.get(number)
         sums: list[list[str]] = []
         if slot is not None and slot.wait_whole(generation, until):
             for row in rows:
-                packed = _packed(slot.memory, row)
+                packed = row.packed(slot.memory)
                 sums.append([f"{lane:x}" for lane in sum_box(packed, (0,) * packed.ndim, packed.shape)])
         channel.send({"whole": slot is not None and slot.generation == generation, "sums": sums}, until)
 
@@ -717,14 +719,6 @@ def _own_places(published: Published, rank: int) -> list[_Place]:
                 where = tuple(slice(o, o + n) for o, n in zip(at, shape, strict=True))
                 found.append(_Place(name, torch_dtype(dtype), int(table.slots[row]), where, shape, offset))
     return found
-
-
-def _packed(memory: Tensor, row: Any) -> Tensor:
-    """What a reader has listed, as it travels."""
-    offset, shape, dtype, index, order, wire = row
-    count = torch.Size(shape).numel() * dtype.itemsize
-    view = memory[offset : offset + count].view(torch_dtype(dtype)).view(shape)[index].permute(order)
-    return view.to(torch_dtype(wire)).contiguous()
 
 
 def _own_address(place: tuple[str, int]) -> str:

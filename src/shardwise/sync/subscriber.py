@@ -41,7 +41,9 @@ from shardwise.sync.plan import (
     Quantized,
     Read,
     ReadPlan,
+    SentScales,
     Wanted,
+    join_codes,
     list_reads,
     plan_reads,
     quantize_blocks,
@@ -63,6 +65,7 @@ from shardwise.sync.slots import MappedSlot
 
 _log = package_logger(__name__)
 _RETRY_SECONDS = 0.1
+_ROWS = torch.contiguous_format
 Apply: TypeAlias = Literal["stage", "swap", "in_place"]
 APPLY = ("stage", "swap", "in_place")
 T = TypeVar("T")
@@ -274,7 +277,10 @@ class Subscriber:
             self._wanted, self._staging = self._find_wanted(self._given(types)), []
         state_map = resolve_map(self._names(types) if callable(self._names) else self._names, types)
         rank = self.comm.ranks.index(self.comm.rank)
-        plan = plan_reads(published, state_map, self._wanted, self.comm.rank, self._host, self._limit)
+        whole = not published.delta or self.apply != "stage"  # changes of values are fewer bytes than all codes
+        plan = plan_reads(
+            published, state_map, self._wanted, self.comm.rank, self._host, self._limit, takes_codes=whole
+        )
         _log.info("%s (number %d) reads %d bytes from %s", self._where, rank, plan.nbytes, list(plan.reads))
         if not self._staging:
             self._staging = [
@@ -426,27 +432,29 @@ class Subscriber:
             gives, gets = (side[number] if number < len(side) else {} for side in (self._plan.gives, self._plan.gets))
             with torch.no_grad():
                 sends = {
-                    peer: [view if self._takes_strides else view.contiguous() for view in map(self._view_of, reads)]
+                    peer: [view if self._takes_strides else view.contiguous() for view in self._views_of(reads)]
                     for peer, reads in gives.items()
                 }
+                views = {peer: self._views_of(reads) for peer, reads in gets.items()}
                 receives = {
-                    peer: [
-                        view
-                        if self._takes_strides and not read.is_repeated
-                        else torch.empty(view.shape, dtype=view.dtype, device=view.device)
-                        for read, view in zip(reads, map(self._view_of, reads), strict=True)
-                    ]
-                    for peer, reads in gets.items()
+                    peer: [v if self._takes_strides else torch.empty_like(v, memory_format=_ROWS) for v in listed]
+                    for peer, listed in views.items()
                 }
                 self.comm.exchange(sends, receives, label="sync pull: within the host").wait()
                 for peer, reads in gets.items():
-                    for read, arrived in zip(reads, receives[peer], strict=True):
-                        if not self._takes_strides or read.is_repeated:
-                            index = tuple(0 if isinstance(i, int) else slice(None) for i in read.index)
-                            self._place_of(read).copy_(arrived[index].permute(read.order)[read.widen])
+                    for view, arrived in zip(views[peer], receives[peer], strict=True):
+                        if view is not arrived:
+                            view.copy_(arrived)
+                    for read in (read for read in reads if read.is_repeated):
+                        self._place_of(read).copy_(read.once(self._place_of(read)).clone()[read.widen])
 
-    def _view_of(self, read: Read) -> Tensor:
-        return read.in_source_order(self._place_of(read))
+    def _views_of(self, reads: Sequence[Read]) -> list[Tensor]:
+        """Where reads go, in an order of dims that is one on all ranks that need the same."""
+        views = []
+        for read in reads:
+            views.append(read.in_source_order(self._place_of(read)))
+            views += [] if read.scales is None else [_scales_in(self._staging, read.scales)]
+        return views
 
     def _complete(self, seq: int) -> None:
         """Quantize what is complete now."""
@@ -495,7 +503,8 @@ class Subscriber:
 
     def _place_of(self, read: Read | Filled, parts: Sequence[Sequence[Tensor]] | None = None) -> Tensor:
         """Where what is read goes: in a wide copy of what is quantized, else in staged or other parts."""
-        wide = self._wide.get((read.target, read.part))
+        coded = isinstance(read, Read) and read.scales is not None
+        wide = None if coded else self._wide.get((read.target, read.part))
         held = (self._staging if parts is None else parts)[read.target][read.part] if wide is None else wide
         return held[read.here]
 
@@ -513,6 +522,14 @@ class Subscriber:
 
     def _receive(self, channel: Channel, read: Read, until: float) -> None:
         target = self._place_of(read)
+        if read.scales is not None:
+            both = torch.empty(read.sent_bytes, dtype=torch.uint8, device="cpu")
+            channel.receive_raw(both.numpy().data, until)
+            self.read_bytes += len(both)
+            scales = _scales_in(self._staging, read.scales)
+            scales.copy_(both[: 4 * scales.numel()].view(torch.float32).view(scales.shape))
+            target.copy_(both[4 * scales.numel() :].view(target.dtype).view(target.shape))
+            return
         wire = torch_dtype(read.wire)
         straight = target.dtype == wire and target.is_contiguous() and target.device.type == "cpu"
         straight = straight and tuple(target.shape) == read.sent_shape
@@ -628,7 +645,7 @@ class Subscriber:
             if not source.listed:
                 self._send_list(source, reads, until)
             source.channel.send({"do": "digest", "list": 0, "slot": slot, "generation": generation}, until)
-            ours = [_sums_of(self._place_of(read, parts), read) for read in reads]
+            ours = [_sums_of(self._place_of(read, parts), read, parts) for read in reads]
             answer = source.channel.receive(until, MAX_DESCRIPTION)
             _check_whole(answer["whole"])
             theirs = [(int(a, 16), int(b, 16)) for a, b in answer["sums"]]
@@ -691,8 +708,15 @@ class Subscriber:
         self.close()
 
 
-def _sums_of(held: Tensor, read: Read) -> Sums | None:
+def _scales_in(parts: Sequence[Sequence[Tensor]], scales: SentScales) -> Tensor:
+    return parts[scales.target][scales.part][scales.here]
+
+
+def _sums_of(held: Tensor, read: Read, parts: Sequence[Sequence[Tensor]]) -> Sums | None:
     """The sums of what a rank has of a read, as it travelled; None if parts that are repeated are not equal."""
+    if read.scales is not None:
+        both = join_codes(held.detach(), _scales_in(parts, read.scales).detach())
+        return sum_box(both, (0,), both.shape)
     once = held[tuple(slice(None) if kept is not None else slice(0, 1) for kept in read.widen)]
     if once.shape != held.shape and compare(once.expand(held.shape), held).any():
         return None
