@@ -513,6 +513,12 @@ def store_address(store: Store) -> tuple[str, int] | None:
     return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy the k-th source into the k-th target: one call for all."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
 def all_gather_single(out: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start an all-gather of equal flat tensors under the name that this version does not deprecate."""
     call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -607,3 +607,13 @@ def test_a_kernel_that_refuses_in_a_trace_is_logged_by_torch_alone() -> None:
     finally:
         log.removeHandler(handler)
     assert [text.split(" for ")[0] for text in seen] == ["failed while attempting to run meta", "another"]
+
+
+def test_many_copies_are_one_call() -> None:
+    targets = [torch.zeros(2, 3).t(), torch.zeros(2, dtype=torch.bfloat16), torch.nn.Parameter(torch.zeros(()))]
+    before = [target._version for target in targets]
+    with torch.no_grad():
+        _torch.copy_each(targets, [torch.ones(3, 2), torch.full((1,), 2.0), torch.tensor(3.0)])
+    _torch.copy_each([], [])
+    assert [float(target.detach().sum()) for target in targets] == [6.0, 4.0, 3.0]
+    assert all(target._version > old for target, old in zip(targets, before, strict=True))

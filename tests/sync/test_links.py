@@ -17,6 +17,7 @@ import torch
 import shardwise
 from shardwise.comm import Comm
 from shardwise.sync import RefusedError, SyncError, publish, session, subscribe
+from tests.house.test_costs import count_calls
 from tests.sync.worlds import TOKEN, alone, free_address, gathered, laid_out, parts_of, run_worlds, whole
 
 SOURCES = ("plain", "on x=4: S(0)", "on x=4: S(1)", "on a=2,b=2: S(0), S(1)", "on a=2,b=2: R, S(0)", "on x=4: R")
@@ -421,6 +422,23 @@ def test_a_link_that_nobody_closed_ends_with_its_objects() -> None:
         while trainer.members:
             time.sleep(0.01)
             trainer.drain(0)
+
+
+@pytest.mark.parametrize("spec", ["plain", "on x=1: S(0)"])
+def test_a_second_push_and_pull_take_few_calls_for_each_tensor(spec: str) -> None:
+    def count(tensors: int) -> tuple[int, int]:
+        weights = {f"w{i}": laid_out(torch.zeros(4, 4), spec, alone()) for i in range(tensors)}
+        served = {name: torch.zeros(4, 4) for name in weights}
+        with publish(weights, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+            link = subscribe(served, trainer.address, token=TOKEN)
+            pushes = count_calls(lambda: trainer.push(1))
+            pulls = count_calls(lambda: (trainer.push(3), link.pull(60))) - pushes
+            link.close()
+        return pushes, pulls
+
+    (few, little), (many, much) = count(10), count(110)
+    assert (many - few) / 100 <= 6  # 1 ms for 300 tensors is 3 us for each
+    assert much == little
 
 
 # Strangers

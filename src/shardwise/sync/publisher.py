@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._text import package_logger
+from shardwise._torch import copy_each
 from shardwise.checkpoint.changes import ChangeLog, Flags, Union, compare, encode_changes
 from shardwise.checkpoint.digests import sum_box
 from shardwise.checkpoint.state import Leaf, agree_on_state, flatten_state, make_leaf, torch_dtype
@@ -569,6 +570,8 @@ class Publisher:
         described = self._published.tensors
         for leaf in leaves:
             known = described.get(leaf.name)
+            if known is not None and known[0] is leaf.dtype and known[1] is leaf.layout:
+                continue
             if known is None or known[0] != leaf.dtype or not _is_laid_out(leaf, known[1]):
                 return f"{leaf.name} is not what was published: publish again after names, types or layouts change"
         return None
@@ -581,16 +584,18 @@ class Publisher:
         last, self._last = self._last, None  # until all ranks have written
         changed: dict[int, Flags] = {}
         pieces = self._pieces_of(slot)
-        for at, (place, piece) in enumerate(zip(self._places, pieces, strict=True)):
-            part = by_name[place.name].locals[place.part]
-            if part.shape != piece.shape:
-                part = part[place.where]
-            if self._changes is None or before is None:
+        parts = [by_name[place.name].locals[place.part] for place in self._places]
+        parts = [
+            part if part.shape == piece.shape else part[place.where]
+            for part, piece, place in zip(parts, pieces, self._places, strict=True)
+        ]
+        if self._changes is None or before is None:
+            copy_each(pieces, parts)
+        else:
+            for at, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
+                old = piece.clone() if before is slot else self._pieces_of(before)[at]
                 piece.copy_(part)
-                continue
-            old = piece.clone() if before is slot else self._pieces_of(before)[at]
-            piece.copy_(part)
-            changed[at] = compare(piece, old)
+                changed[at] = compare(piece, old)
         if self._changes is not None and last is not None:
             self._changes.add(seq, last[1], changed)
 

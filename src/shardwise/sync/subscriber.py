@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._text import package_logger
+from shardwise._torch import copy_each
 from shardwise.checkpoint.changes import compare, decode_changes, most_bytes, write_at
 from shardwise.checkpoint.digests import Sums, sum_box
 from shardwise.checkpoint.state import make_leaf, torch_dtype
@@ -112,7 +113,7 @@ class _Source:
 
     channel: Channel
     slots: dict[int, MappedSlot]
-    views: dict[int, list[tuple[Tensor, Tensor]]]  # by slot: destination and source of each copy
+    views: dict[int, tuple[list[Tensor], list[Tensor]]]  # by slot: destinations and sources of copies
     listed: bool = False
 
 
@@ -155,6 +156,8 @@ class Subscriber:
         self._epoch, self._seq, self._text = "", 0, ""
         self._published: Published | None = None
         self._plan, self._rounds = ReadPlan({}, ()), 0
+        self._own: dict[int, tuple[list[Read], int]] = {}
+        """By owner what this rank reads itself, and how many bytes that is."""
         self._given = state
         self._wanted: list[Wanted] = []
         self._staging: list[tuple[Tensor, ...]] = []
@@ -303,6 +306,9 @@ class Subscriber:
         lists = {rank: text for rank, (host, _, text) in listed.items() if host == self._host}
         limit = sys.maxsize if self._takes_strides else self._limit
         self._plan = share_reads(self._plan, self.comm.rank, lists, near, limit)
+        for owner, reads in self._plan.reads.items():
+            own = [read for read in reads if not read.is_passed]
+            self._own[owner] = own, sum(read.sent_bytes for read in own)
         rounds = gather_values(self.comm, len(self._plan.gives), label="sync subscribe: rounds")
         self._rounds = max(rounds.values())
 
@@ -468,7 +474,7 @@ class Subscriber:
     def _read_from(
         self, rank: int, reads: Sequence[Read], slot: int, generation: int, since: int, until: float
     ) -> bool:
-        own = [read for read in reads if not read.is_passed]
+        own, nbytes = self._own[rank]
         if not own:
             return False
         source = self._sources.get(rank)
@@ -480,13 +486,13 @@ class Subscriber:
             mapped = source.slots[slot]
             pairs = source.views.get(slot)
             if pairs is None:
-                pairs = source.views[slot] = [(self._place_of(r), r.view(mapped.memory)[r.widen]) for r in reads]
+                pairs = [self._place_of(r) for r in own], [r.view(mapped.memory)[r.widen] for r in own]
+                source.views[slot] = pairs
             _check_whole(mapped.wait_whole(generation, until))
             with torch.no_grad():
-                for target, view in pairs:
-                    target.copy_(view)
+                copy_each(*pairs)
             _check_whole(mapped.generation == generation)
-            self.read_bytes += sum(read.sent_bytes for read in reads)
+            self.read_bytes += nbytes
             return False
         if not source.listed:
             self._send_list(source, reads, until)
@@ -578,16 +584,16 @@ class Subscriber:
         """Take over what has been read; nothing is sent, so that no other rank can spoil it."""
         if self.apply == "in_place":
             return
+        targets = [part for want in self._wanted for part in want.parts]
+        staged = [part for parts in self._staging for part in parts]
         with torch.no_grad():
-            for want, staged in zip(self._wanted, self._staging, strict=True):
-                for target, part in zip(want.parts, staged, strict=True):
-                    if self.apply == "swap":
-                        target.data, part.data = part.data, target.data
-                    else:
-                        target.copy_(part)
-        if self.apply == "swap":
-            for source in self._sources.values():
-                source.views.clear()  # they lead into memory that is served now
+            if self.apply == "stage":
+                copy_each(targets, staged)
+                return
+            for target, part in zip(targets, staged, strict=True):
+                target.data, part.data = part.data, target.data
+        for source in self._sources.values():
+            source.views.clear()  # they lead into memory that is served now
 
     def verify(self) -> Verification:
         """Compare digests of the tensors here with those of the version that was pushed; all ranks call it.
@@ -670,9 +676,9 @@ class Subscriber:
         lines = [f"subscriber {self.name!r} of publisher {self._published.world!r}, step {self.version}: {self.state}"]
         wide = sum(part.numel() * part.element_size() for part in self._wide.values())
         lines += [f"{wide} bytes of values that are quantized here"] if wide else []
-        for rank, reads in self._plan.reads.items():
-            own = [read.sent_bytes for read in reads if not read.is_passed]
-            lines += [f"rank {self.comm.rank} reads {sum(own)} bytes in {len(own)} boxes of rank {rank}"] if own else []
+        for rank in self._plan.reads:
+            own, nbytes = self._own[rank]
+            lines += [f"rank {self.comm.rank} reads {nbytes} bytes in {len(own)} boxes of rank {rank}"] if own else []
         passed = [read.sent_bytes for reads in self._plan.reads.values() for read in reads if read.is_passed]
         lines += [f"{sum(passed)} bytes come from ranks of its host that read them"] if passed else []
         return "\n".join([*lines, f"apply={self.apply!r}: {cost}"])
