@@ -143,7 +143,7 @@ def run(sizes: EstimateBenchSizes) -> list[Figures]:
                 for compiled in (False, True):
                     found = world.run(measure_step, plan, experts, compiled, sizes)
                     seconds = median(max(turn) for turn in zip(*(own for own, _ in found), strict=True))
-                    guess = _estimate(plan, experts, compiled, made, sizes)
+                    guess = estimate_step(plan, experts, compiled, made, sizes)
                     peak = max(nbytes for _, nbytes in found)
                     way = "compiled" if compiled else "eager"
                     times = (guess.step_seconds * 1000, seconds * 1000, guess.step_seconds / seconds)
@@ -186,7 +186,10 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
     return sum((s > 0) - (s < 0) for s in signs) / max(1, len(signs))
 
 
-def _estimate(plan: ModelPlan, experts: bool, compiled: bool, made: Calibration, sizes: EstimateBenchSizes) -> Estimate:
+def estimate_step(
+    plan: ModelPlan, experts: bool, compiled: bool, made: Calibration, sizes: EstimateBenchSizes
+) -> Estimate:
+    """What a step of the net should take by what was measured."""
     with torch.device("meta"):
         net = Net(sizes, experts)
     return estimate(
@@ -222,14 +225,7 @@ def measure_step(plan: ModelPlan, experts: bool, compiled: bool, sizes: Estimate
     gc.collect()
     before = _memory("VmRSS")
     net = shard_module(Net(sizes, experts), plan)
-    ids = torch.arange(_local_sequences(plan, sizes) * sizes.length).reshape(-1, sizes.length) % sizes.words
-    forward: Callable[[Tensor], Any] = shardwise.compile(net, backend=sizes.backend) if compiled else net
-
-    def step() -> None:
-        forward(ids).sum().backward()
-        for parameter in net.parameters():
-            parameter.grad = None
-
+    step = make_step(net, plan, sizes, compiled)
     for _ in range(3):
         step()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -240,6 +236,19 @@ def measure_step(plan: ModelPlan, experts: bool, compiled: bool, sizes: Estimate
         step()
         spans.append(time.perf_counter() - start)
     return spans, _memory("VmHWM") - before
+
+
+def make_step(net: nn.Module, plan: ModelPlan, sizes: EstimateBenchSizes, compiled: bool = False) -> Callable[[], None]:
+    """Forward and backward of a sharded net."""
+    ids = torch.arange(_local_sequences(plan, sizes) * sizes.length).reshape(-1, sizes.length) % sizes.words
+    forward: Callable[[Tensor], Any] = shardwise.compile(net, backend=sizes.backend) if compiled else net
+
+    def step() -> None:
+        forward(ids).sum().backward()
+        for parameter in net.parameters():
+            parameter.grad = None
+
+    return step
 
 
 def _memory(name: str) -> int:

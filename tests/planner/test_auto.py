@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise import Mesh, ModelPlan, run_local, shard_module
 from shardwise.cli.main import app
+from shardwise.geometry import Partial
 from shardwise.geometry.notation import find_dtype
 from shardwise.nn import PlanError, load_plan
 from shardwise.planner import AutoPlanner, Device, estimate, explain_plan, sweep
@@ -22,7 +23,7 @@ from shardwise.planner import auto as auto_module
 from shardwise.planner.auto import Search, parse_size, split_inputs
 from shardwise.planner.estimate import PricedMoves
 from shardwise.planner.graph import find_classes, trace
-from shardwise.planner.program import solve
+from shardwise.planner.program import solve, without
 from shardwise.planner.rehearsal import rehearse
 from shardwise.transfer import Link, Topology
 from tests.planner.test_planner import PATTERNS, Block, Net
@@ -100,6 +101,19 @@ def test_a_transformer_moves_no_more_than_by_hand(ranks: int) -> None:
     found = planner.plan(Net(), inputs)
     assert found.finding.estimate.fits
     assert received_in_a_step(Net(), found, inputs) <= received_in_a_step(Net(), by_hand, inputs)
+
+
+def test_sums_that_stay_pending_are_in_the_problem() -> None:
+    """Not about: what the engine does with Megatron's layout, biases as addends included, costs no more there."""
+    inputs, by_hand = make_ids(1, 64), ModelPlan(Mesh.of(tp=4), PATTERNS, input_plan="replicated")
+    search = Search(AutoPlanner(by_hand.mesh, objective="bytes"), Net(), inputs, None, 64, None)
+    space = search.build(False, search.pins)
+    problem = search._fix_layouts(space, by_hand)
+    for number, choice in space.nodes.items():
+        if ".add." in problem.choices[choice].name:
+            made = [one.outputs[0] for one in space.candidates[number]]
+            problem = without(problem, choice, [k for k, p in enumerate(made) if p != (Partial("sum"),)])
+    assert 0 < solve(problem).cost <= estimate(Net(), by_hand, inputs=inputs).traffic_bytes
 
 
 def test_a_large_batch_is_split() -> None:
@@ -184,7 +198,7 @@ def test_equal_blocks_are_decided_once_and_lose_nothing() -> None:
     tied, loose = search.build(False, search.pins), search.build(False, search.pins, tied=False)
     assert len(tied.problem.choices) < len(loose.problem.choices)
     bounds = [solve(space.problem, relaxed=True).cost for space in (tied, loose)]
-    assert bounds[1] <= bounds[0] <= bounds[1] * 1.01
+    assert bounds[1] * (1 - 1e-9) <= bounds[0] <= bounds[1] * 1.01
 
 
 def test_the_same_plan_each_time_and_in_files(tmp_path: Path) -> None:

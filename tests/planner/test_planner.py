@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,6 +249,24 @@ def test_large_moves_are_hidden_by_computation() -> None:
         )
         assert fast.exposed_seconds < 0.35 * fast.communication_seconds
         assert late.exposed_seconds > 0.5 * late.communication_seconds
+
+
+def test_sums_of_gradients_are_hidden_only_where_the_engine_hides_them() -> None:
+    """Eagerly a sum of a whole parameter is a collective of the group, which nothing else may run beside."""
+    links = Topology(ranks_per_host=8, within=Link(0, 1e9, 0, 0), collectives="messages", memory=1e15)
+    device = Device("slow", 80 * 10**9, 1e12, bandwidth=1e9, launch=0, eager_call=0)
+    net = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+    whole, split = ({}, {"*.weight": "S(0)"})
+    for parameters, hides in ((whole, False), (split, True)):
+        plan = ModelPlan(Mesh.of(dp=2), parameters, input_plan="dp: S(0)", reshard_after_forward=False)
+        found = [
+            estimate(net, plan, inputs=(torch.ones(4096, 512),), topology=links, device=one)
+            for one in (device, replace(device, overlap=0.0))
+        ]
+        together = found[0].compute_seconds + found[0].communication_seconds
+        assert found[0].communication_seconds > 1e-3
+        assert (found[0].step_seconds < 0.99 * together) is hides
+        assert found[1].step_seconds == pytest.approx(together)
 
 
 def test_heads_that_ranks_do_not_divide_are_named() -> None:

@@ -298,6 +298,17 @@ def end_operator() -> None:
         found.end_operator()
 
 
+MOVED_GRADIENT = "gradient of a moved tensor"
+
+
+def may_go_beside(move: Move) -> bool:
+    """Whether a sum of gradients may be made beside the backward pass: no collective of the group may.
+
+    It would be beside those that the program itself makes.
+    """
+    return move.collective is None or move.collective.kind != "all_reduce"
+
+
 class _PendingSum:
     """A gradient that is being summed over ranks for a leaf of the tape."""
 
@@ -397,8 +408,8 @@ class ParameterPrefetcher:
             return False  # nothing is sent: what counts is that the move is seen, as in a rehearsal of the planner
         if not only_accumulates(nodes[0], leaf):
             return False
-        if move.collective is not None and move.collective.kind == "all_reduce":
-            return False  # it may use a collective of the group, beside those that the program itself makes
+        if not may_go_beside(move):
+            return False
         self._enter_backward()
         pending = self._sums[backward_pass_number()]
         if grad.nbytes < LEAST_BYTES and not pending and self._limit is None:
@@ -735,7 +746,7 @@ def _record_varying(tensor: ShardedTensor, local: Tensor, layout: Layout, axes: 
     label, scale, out_dtype = "gradient of a replicated tensor", (1, 1), None
     if source is not None:
         back = Move.of(source.sharding, layout, comm, dtype, "parameter", limit=None).dual
-        label, scale, dst = "gradient of a moved tensor", back.scale, back.dst
+        label, scale, dst = MOVED_GRADIENT, back.scale, back.dst
     if is_cast(before) and (parameter := find_parameter(before)) is not None:  # the cast is part of the move
         before, out_dtype = parameter, parameter.dtype
     move = Move.of(src, dst, comm, dtype, label, limit=None, scale=scale, out_dtype=out_dtype)

@@ -264,7 +264,8 @@ class Search:
             name: wanted if wanted is not None and p.is_floating_point() else find_dtype(str(p.dtype))
             for name, p in self.names.items()
         }
-        hiding = HIDING if self.planner.objective == "seconds" else (0.0, 0.0)
+        hidden = self.device.overlap if self.planner.objective == "seconds" else 0.0
+        hiding = hidden * HIDING[0], hidden * HIDING[1]
         optimizer = find_optimizer(self.planner.optimizer)
         costs = Costs(self.device, optimizer, dtypes, self.prices, hiding, again, self.planner.compiled)
         shapes = {name: tuple(p.shape) for name, p in self.names.items()}

@@ -4,7 +4,9 @@
    several hosts also inside each of them.
 2. The rows of `transfer/cost.py` are linear in the figures of the links. Those that fit the samples best are kept, by
    relative error, none below zero. Collectives are taken to be native or messages, whichever fits.
-3. Products, passes over memory and a small step are timed on all ranks at once, since ranks of a host share it.
+3. Products, passes over memory and a small step are timed on all ranks at once, since ranks of a host share it. On a
+   CPU the clock is that of the thread, which other programs do not disturb: among figures of which some are too good by
+   chance, a search would find just those. How long a rank waits for a core is one figure for all of them.
 4. The result is written with its samples, so that the fit can be checked and repeated: `Topology.from_file`.
 """
 
@@ -45,6 +47,7 @@ PRODUCTS = (64, 256, 1024)
 FASTEST = 1e-12  # seconds per byte, where the samples show no cost of bytes
 TOO_FAR = 0.25
 TURNS, PREFER = 8, 0.3
+STRETCH_SECONDS = 0.01
 LEAST_STEP = (1e-8, 1e-9, 1e-9, 1e-13)  # of call, latency, overhead, byte
 
 
@@ -126,8 +129,8 @@ def calibrate(comm: Comm | None = None, repeats: int = 9) -> Calibration:
     """
     comm = comm or default_comm()
     hosts = comm.find_topology()
-    samples = tuple(_time_moves(comm, hosts, repeats))
-    device = _time_device(comm, repeats)
+    samples, stretch = _time_moves(comm, hosts, repeats)
+    device = _time_device(comm, repeats, stretch)
     topology = fit_topology(samples, _host_numbers(comm, hosts))
     errors = tuple(sample.transfer().estimate(topology) / sample.seconds - 1 for sample in samples)
     return Calibration(topology, device, samples, errors, comm.world_size)
@@ -146,27 +149,40 @@ def _host_numbers(comm: Comm, topology: Topology | None) -> Topology:
     return Topology(ranks_per_host=size) if regular else Topology(hosts=hosts)
 
 
-def _time_moves(comm: Comm, topology: Topology | None, repeats: int) -> list[MoveSample]:
+def _time_moves(comm: Comm, topology: Topology | None, repeats: int) -> tuple[tuple[MoveSample, ...], float]:
     """Moves between all ranks, and side by side in groups: hosts where there are several of one size, else pairs.
 
-    Every turn makes all of them, so that a slow moment of the machine falls on all alike.
+    Every turn makes all of them, so that a slow moment of the machine falls on all alike. Each turn also computes:
+    returned is how many times as long as on a core of its own a rank takes, 1 on accelerators.
     """
-    if comm.world_size == 1:
-        return []
     ranks, inner = list(comm.ranks), 2
     if topology is not None:
         numbers = topology.host_of(np.array(ranks)).tolist()
         ranks = [rank for _, rank in sorted(zip(numbers, ranks, strict=True))]
         inner = numbers.count(numbers[0]) if len({numbers.count(each) for each in numbers}) == 1 else 1
-    moves, runs = list_moves(ranks, inner), []
+    moves, runs = list_moves(ranks, inner) if len(ranks) > 1 else [], list[Callable[[], Any]]()
     for src, dst in moves:
         source = parse_layout(src)
         ones = torch.ones(source.layout.local_shapes(comm.rank)[0], device=comm.device)
         x = from_local(ones, source.layout, comm=comm)
         runs.append(partial(x.redistribute, parse_layout(dst, like=source).layout))
-    turns = [[_time(run, 1, comm, before=0 if turn else 2)[0] for run in runs] for turn in range(repeats)]
-    found = _slowest(list(zip(*turns, strict=True)), comm)
-    return [MoveSample(src, dst, seconds) for (src, dst), seconds in zip(moves, found, strict=True)]
+    turns: list[list[float]] = []
+    for turn in range(repeats):
+        spans = [_time(run, 1, comm, before=0 if turn else 2)[0] for run in runs]
+        turns.append([*spans, _time_stretch(comm) if comm.device.type == "cpu" else 1.0])
+    *found, stretch = _slowest(list(zip(*turns, strict=True)), comm)
+    samples = (MoveSample(src, dst, seconds) for (src, dst), seconds in zip(moves, found, strict=True))
+    return tuple(samples), max(1.0, stretch)
+
+
+def _time_stretch(comm: Comm) -> float:
+    """The time that computing takes, over the time that this thread has a core."""
+    square = torch.ones(256, 256, device=comm.device)
+    comm.barrier(label="calibrate")
+    started, on_core = time.perf_counter(), time.thread_time()
+    while time.thread_time() - on_core < STRETCH_SECONDS:
+        torch.mm(square, square)
+    return (time.perf_counter() - started) / (time.thread_time() - on_core)
 
 
 def list_moves(ranks: Sequence[int], inner: int = 1) -> list[tuple[str, str]]:
@@ -192,22 +208,30 @@ def list_moves(ranks: Sequence[int], inner: int = 1) -> list[tuple[str, str]]:
 
 
 def _slowest(spans: Sequence[Sequence[float]], world: Comm) -> list[float]:
-    """The median over turns, each turn as long as on its slowest rank."""
+    """One of the shortest turns, each as long as on its slowest rank: other programs only ever make one longer."""
     every = list(gather_values(world, spans, label="calibrate").values())
-    return [median(max(turn) for turn in zip(*(own[i] for own in every), strict=True)) for i in range(len(spans))]
+    turns = [sorted(max(turn) for turn in zip(*(own[i] for own in every), strict=True)) for i in range(len(spans))]
+    return [found[len(found) // 8] for found in turns]
 
 
-def _time(run: Callable[[], Any], repeats: int, world: Comm, calls: int = 1, before: int = 2) -> list[float]:
+def _time(
+    run: Callable[[], Any],
+    repeats: int,
+    world: Comm,
+    calls: int = 1,
+    before: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
     """Seconds of a call, which all ranks begin together; some turns more come first."""
     spans = []
     for _ in range(repeats + before):
         world.barrier(label="calibrate")
         _wait_for_device(world.device)
-        start = time.perf_counter()
+        start = clock()
         for _ in range(calls):
             run()
         _wait_for_device(world.device)
-        spans.append((time.perf_counter() - start) / calls)
+        spans.append((clock() - start) / calls)
     return spans[before:]
 
 
@@ -309,40 +333,53 @@ def solve_nonnegative(rows: Array, wanted: Array) -> Array:
 # The device
 
 
-def _time_device(comm: Comm, repeats: int) -> Device:
+def _time_device(comm: Comm, repeats: int, stretch: float) -> Device:
     """What one rank computes while the others do: products, sums of large tensors, a step of small operators."""
     device = comm.device
+
+    def measure(runs: Sequence[tuple[Callable[[], Any], int]], repeats: int) -> list[float]:
+        """Seconds of a call of each of these, which are called so many times in each turn."""
+        clock = time.thread_time if device.type == "cpu" else time.perf_counter
+        turns = [
+            [_time(run, 1, comm, calls, before=0 if turn else 2, clock=clock)[0] for run, calls in runs]
+            for turn in range(repeats)
+        ]
+        return [stretch * seconds for seconds in _slowest(list(zip(*turns, strict=True)), comm)]
+
     names = ("f32",) if device.type == "cpu" else ("f32", "bf16")
     shapes = list(itertools.product(PRODUCTS[:2] if device.type == "cpu" else PRODUCTS, PRODUCTS, PRODUCTS))
     products: dict[str, tuple[tuple[float, float, float, float], ...]] = {}
     for name in names:
         kind = torch.float32 if name == "f32" else torch.bfloat16
         ones = partial(torch.ones, dtype=kind, device=device)
-        pairs = [(ones(m, k), ones(k, n)) for m, n, k in shapes]
-        calls = [max(1, min(50, int(1e8 / (2 * m * n * k)))) for m, n, k in shapes]
-        spans = [_time(partial(torch.mm, *p), min(repeats, 5), comm, c) for p, c in zip(pairs, calls, strict=True)]
-        found = _slowest(spans, comm)
+        runs = [
+            (partial(torch.mm, ones(m, k), ones(k, n)), max(1, min(50, int(1e8 / (2 * m * n * k)))))
+            for m, n, k in shapes
+        ]
+        found = measure(runs, min(repeats, 5))
         products[name] = tuple((m, n, k, 2 * m * n * k / s) for (m, n, k), s in zip(shapes, found, strict=True))
     large, small = (torch.ones(n, device=device) for n in (1 << 20, 8))
-    spans = [_time(partial(torch.add, x, x), repeats, comm, calls) for x, calls in ((large, 1), (small, 200))]
-    passing, launch = _slowest(spans, comm)
+    passing, launch = measure([(partial(torch.add, x, x), calls) for x, calls in ((large, 1), (small, 200))], repeats)
     fastest = max(row[3] * (2 if name == "f32" else 1) for name, rows in products.items() for row in rows)
+    sharing = _ranks_of_host(comm)
     made = Device(
         _device_name(device),
-        _memory_of(device, comm),
+        _memory_of(device, sharing),
         fastest,
         efficiency=1.0,
         bandwidth=12 * large.numel() / passing,
         launch=launch,
         eager_call=0.0,
         asynchronous=device.type != "cpu",
+        overlap=1.0 if device.type != "cpu" else min(1.0, max(0.0, (os.cpu_count() or 1) / sharing - 1)),
         products=products,
     )
-    return replace(made, eager_call=_time_eager_call(made, comm, repeats))
+    step, operators, computing = _prepare_small_step(made, comm)
+    return replace(made, eager_call=max(0.0, (measure([(step, 1)], repeats)[0] - computing) / operators))
 
 
-def _time_eager_call(device: Device, comm: Comm, repeats: int) -> float:
-    """What an operator of a sharded model takes beside its computation: a small step of each rank, without moves."""
+def _prepare_small_step(device: Device, comm: Comm) -> tuple[Callable[[], Any], int, float]:
+    """A small step of each rank, without moves, the number of its operators, and seconds of their computation."""
     plan, alone = ModelPlan(Mesh.of(x=1), {}, input_plan="replicated"), LocalComm.alone()
 
     def build() -> nn.Module:
@@ -354,21 +391,28 @@ def _time_eager_call(device: Device, comm: Comm, repeats: int) -> float:
     operators = round(found.compute_seconds)
     with use_comm(alone):
         model = shard_module(build().to(comm.device), plan, process_group=alone)
-        spans = _time(lambda: model(inputs).sum().backward(), repeats, comm)
-    return max(0.0, (_slowest([spans], comm)[0] - (found.compute_seconds - operators)) / operators)
+
+    def step() -> None:
+        with use_comm(alone):
+            model(inputs).sum().backward()
+
+    return step, operators, found.compute_seconds - operators
 
 
 def _device_name(device: torch.device) -> str:
     return platform.machine() if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
-def _memory_of(device: torch.device, comm: Comm) -> int:
+def _ranks_of_host(comm: Comm) -> int:
+    """How many ranks the fullest host has."""
+    hosts = comm.find_topology()
+    if hosts is None:
+        return comm.world_size
+    return int(np.unique(hosts.host_of(np.array(comm.ranks)), return_counts=True)[1].max())
+
+
+def _memory_of(device: torch.device, sharing: int) -> int:
     """The memory of a GPU, or this rank's share of the host's."""
     if device.type != "cpu":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    hosts = comm.find_topology()
-    sharing = comm.world_size
-    if hosts is not None:
-        numbers = hosts.host_of(np.array(comm.ranks)).tolist()
-        sharing = max(numbers.count(number) for number in numbers)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // sharing

@@ -25,6 +25,7 @@ from shardwise.geometry import Layout, Mesh, Partial, Placement, Replicate, Shar
 from shardwise.geometry.notation import DType, read_placements
 from shardwise.nn.plan import REPLICATED, PlanError, match_patterns
 from shardwise.ops.propagation import largest_share
+from shardwise.ops.unshard import LEAST_BYTES
 from shardwise.ops.views import mesh_spec
 from shardwise.planner.estimate import OptimizerState
 from shardwise.planner.graph import (
@@ -542,14 +543,15 @@ class SpaceBuilder:
     def _find_moves(
         self, value: GraphValue, a: int, src: Placements, b: int, dst: Placements, varying: tuple[bool, ...]
     ) -> list[FlowMove]:
-        """The ways from one layout to another; none where the reader wants addends that there are not.
+        """The ways from one layout to another; none where the reader wants parts as addends.
 
-        Numbers of tokens stay split: a table is looked up where they are.
+        What is whole becomes addends for nothing: all ranks but one have zeros. Numbers of tokens stay split: a table
+        is looked up where they are.
         """
         tokens = value.source == INPUT and not value.floating
         if tokens and any(isinstance(p, Shard) and p != q for p, q in zip(src, dst, strict=True)):
             return []
-        if any(isinstance(q, Partial) and not isinstance(p, Partial) for p, q in zip(src, dst, strict=True)):
+        if any(isinstance(q, Partial) and isinstance(p, Shard) for p, q in zip(src, dst, strict=True)):
             return []
         prices, shape, itemsize = self.costs.prices, value.shape, value.itemsize
         there = prices.move(shape, itemsize, src, dst)
@@ -568,8 +570,10 @@ class SpaceBuilder:
         if prices.objective == "bytes":
             ways = [FlowMove(a, b, there + back, held, name=KEPT), FlowMove(a, b, 2 * there + back, name=FREED)]
         else:
-            once = FlowMove(a, b, 0.0, held, there, back, KEPT)
-            ways = [once, FlowMove(a, b, 0.0, 0.0, 2 * there, back, FREED)]
+            moved = self.costs.compiled or (there > 0 and value.nbytes >= LEAST_BYTES)
+            exposed, beside = (0.0, back) if moved else (back, 0.0)  # eagerly, only what is gathered is summed later
+            once = FlowMove(a, b, exposed, held, there, beside, KEPT)
+            ways = [once, FlowMove(a, b, exposed, 0.0, 2 * there, beside, FREED)]
         if not there:
             return [ways[0]._replace(memory=0.0, name="")]
         return ways[1:] if self.costs.recompute else ways

@@ -39,7 +39,7 @@ from shardwise.hf.plans import find_key_heads
 from shardwise.nn.plan import ModelPlan, PlanError
 from shardwise.nn.plan_costs import gradient_bytes_by_axis
 from shardwise.nn.plan_files import plan_from_data
-from shardwise.ops.unshard import LEAST_BYTES
+from shardwise.ops.unshard import LEAST_BYTES, MOVED_GRADIENT, may_go_beside
 from shardwise.planner.rehearsal import (
     Inputs,
     Loss,
@@ -402,13 +402,17 @@ def lay_out_eager(rehearsal: Rehearsal, moves: PricedMoves, device: Device) -> S
 
     Python dispatches operators, and an accelerator computes behind it. Moves travel one after the other. A move holds
     up what follows, with two exceptions: parameters are gathered while the operator before is computed, and the sums of
-    their gradients end with the backward pass.
+    their gradients end with the backward pass (`may_go_beside`). What goes on beside takes time of its own from the
+    computation, where the device has no `overlap`.
     """
     sent = [m for m in rehearsal.moves if (p := moves.price(m)).received_bytes or p.sent_bytes]
     prices = [moves.price(m) for m in sent]
     large = [
         m.parameter is not None and max(p.received_bytes, p.sent_bytes) >= LEAST_BYTES
         for m, p in zip(sent, prices, strict=True)
+    ]
+    beside = [
+        big and m.record.label == MOVED_GRADIENT and may_go_beside(m.record) for m, big in zip(sent, large, strict=True)
     ]
     ahead = [number for number, m in enumerate(sent) if large[number] and m.gathers]
     following = {a: b for a, b in itertools.pairwise(ahead) if sent[a].backward is sent[b].backward}
@@ -420,11 +424,15 @@ def lay_out_eager(rehearsal: Rehearsal, moves: PricedMoves, device: Device) -> S
             now = max(computed, python)
             if number not in ends:
                 ends[number] = port = max(port, now) + prices[number].seconds
-            if sent[number].gathers or not large[number]:
+            if beside[number]:
+                computed += (1 - device.overlap) * prices[number].seconds
+            else:
                 computed = max(computed, ends[number])
                 python = python if device.asynchronous else computed
             if number in following:
-                ends[following[number]] = port = max(port, computed) + prices[following[number]].seconds
+                seconds = prices[following[number]].seconds
+                ends[following[number]] = port = max(port, computed) + seconds
+                computed += (1 - device.overlap) * seconds
             number += 1
         if place < len(rehearsal.operators):
             seconds = _operator_seconds(rehearsal.operators[place], device)
@@ -451,6 +459,7 @@ def lay_out_compiled(rehearsal: Rehearsal, moves: PricedMoves, device: Device, l
                 moving += together
                 port = max(port, clock) + together
                 ends |= dict.fromkeys((m.node for m in group), port)
+                clock += (1 - device.overlap) * together
             else:
                 clock = max([clock, *(ends[m.node] for m in group)])
         if number < len(rehearsal.operators):

@@ -272,7 +272,8 @@ def find_strategies(
         fits = [t.ndim > dim and t.shape[dim] % ranks == 0 and t.shape[dim] > 0 for t in tensors]
         guesses += [tuple(Shard(dim) if fit else Replicate() for fit in fits)] if any(fits) else []
         guesses += [(Shard(dim), *guesses[0][1:])] if fits[0] and sum(fits) > 1 else []
-    guesses += [(Partial("sum"),)] if len(tensors) == 1 and tensors[0].dtype.is_floating_point else []
+    floats = [t.dtype.is_floating_point for t in tensors]
+    guesses += [tuple(Partial("sum") if each else Replicate() for each in floats)] if any(floats) else []
     found: dict[tuple[Placements, Placements], AxisStrategy] = {}
     for guess in guesses:
         for one in _ask_along(call, tensors, recorded, mesh, axis, guess):

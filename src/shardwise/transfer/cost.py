@@ -47,6 +47,7 @@ class Device:
     - `efficiency`: the share of `flops` that large products reach; smaller ones reach less (`product_rate`).
     - `bandwidth`: bytes per second of its memory; `launch`: seconds of a kernel without work.
     - `eager_call`: seconds in which Python dispatches an operator. With `asynchronous` the device computes meanwhile.
+    - `overlap`: the share of what travels beside computation that does not hold it up: on a CPU moving takes cores.
     - `products`: measured operations per second by dtype, as rows (m, n, k, rate); they replace `flops`.
 
     >>> DEVICES["h100"].memory_bytes
@@ -61,6 +62,7 @@ class Device:
     launch: float = 3e-6
     eager_call: float = 20e-6
     asynchronous: bool = True
+    overlap: float = 1.0
     products: Mapping[str, tuple[tuple[float, float, float, float], ...]] = field(default_factory=dict)
 
     @classmethod
