@@ -396,7 +396,12 @@ def match_bins(gains: Sequence[Sequence[int]]) -> list[int]:
     return [column for _, column in sorted((row_at[c], c - 1) for c in range(1, count + 1))]
 
 
-def rebalance_experts(model: nn.Module, load: Any, *, copies: int = 0, axis: str = "ep") -> ExpertBalance:
+ExpertLoads: TypeAlias = "Tensor | Sequence[float]"  # a number for each expert
+
+
+def rebalance_experts(
+    model: nn.Module, load: ExpertLoads | Mapping[str, ExpertLoads], *, copies: int = 0, axis: str = "ep"
+) -> ExpertBalance:
     """Move the experts of a sharded model so that all ranks along an axis have about the same load; on every rank.
 
     `load`: a number for each expert, such as the tokens that it had since the last time (`TokenRoute.counts`), the same

@@ -542,7 +542,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return made
 
     def cpu(
-        self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None
+        self, memory_format: torch.memory_format = torch.preserve_format, process_group: GroupOrComm | None = None
     ) -> ShardedTensor:
         """Return a copy with its local tensors in CPU memory.
 
@@ -554,10 +554,10 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
 
     def cuda(
         self,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
-        process_group: Any = None,
+        process_group: GroupOrComm | None = None,
     ) -> ShardedTensor:
         """Return a copy with its local tensors on this rank's current GPU.
 
