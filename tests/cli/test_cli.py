@@ -146,6 +146,15 @@ MISTAKES = [
         ("plan", ROWS, "on tp=4: S(1)", "--buffer", "many"),
         "error: 'many' is not a number of bytes; write for example 64MB, 1.5GiB or 4096\n",
     ),
+    (
+        ("plan", "a.toml", "b.toml"),
+        "error: a.toml and b.toml: plans of whole models need the model: --model MODEL a.toml b.toml\n",
+    ),
+    (
+        ("show", "tp=4: S(0)"),
+        "error: expected a dtype and a shape such as f32[8,4]; found 'tp'; write f32[8,4] on tp=4: S(0)\n"
+        "  tp=4: S(0)\n  ^\n",
+    ),
 ]
 
 

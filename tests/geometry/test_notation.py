@@ -102,7 +102,8 @@ def test_loose_text_is_tidied(loose: str, tight: str) -> None:
 
 MISTAKES = [
     ("", 0, "expected a dtype and a shape such as f32[8,4]; the text ends here"),
-    ("on tp=4: S(0)", 0, "expected a dtype and a shape such as f32[8,4]; found 'on'"),
+    ("on tp=4: S(0)", 0, "expected a dtype and a shape such as f32[8,4]; found 'on'; write f32[8,4] on tp=4: S(0)"),
+    ("tp=4: S(0)", 0, "expected a dtype and a shape such as f32[8,4]; found 'tp'; write f32[8,4] on tp=4: S(0)"),
     ("f33[4] on tp=4: S(0)", 0, "unknown dtype 'f33'; did you mean f32?"),
     ("q[4]", 0, "unknown dtype 'q'; known: f64, f32,"),
     ("f32", 3, "expected '[' after the dtype; the text ends here"),

@@ -159,14 +159,14 @@ NamePatterns = Annotated[
 ]
 
 
-def format_spread(counts: Mapping[int, int], what: str) -> str:
-    """The range and the mean of some numbers of bytes.
+def format_spread(counts: Mapping[int, int]) -> str:
+    """The range and the mean of the bytes of ranks.
 
-    >>> format_spread({0: 90, 1: 110}, "rank")
+    >>> format_spread({0: 90, 1: 110})
     '2 ranks, 90 B to 110 B each, mean 100 B'
     """
     low, high, mean = min(counts.values()), max(counts.values()), sum(counts.values()) / len(counts)
-    who = format_count(len(counts), what)
+    who = format_count(len(counts), "rank")
     if low == high:
         return f"{who}, {format_bytes(low)}{' each' * (len(counts) != 1)}"
     return f"{who}, {format_bytes(low)} to {format_bytes(high)} each, mean {format_bytes(mean)}"
@@ -324,8 +324,8 @@ def _summary(found: OpenedCheckpoint, balance: CheckpointBalance) -> list[Line]:
         ("tensors", f"{len(index.tensors)}, {total} in {format_count(len(index.files), 'file')}"),
         ("values", str(sum(1 for _ in index.values)) + (f", {len(index.opaque)} unreadable" if index.opaque else "")),
     ]
-    rows += [("held", format_spread(balance.held, "rank"))] if balance.held else []
-    rows += [("written", format_spread(balance.written, "rank"))] if balance.written else []
+    rows += [("held", format_spread(balance.held))] if balance.held else []
+    rows += [("written", format_spread(balance.written))] if balance.written else []
     return [line(f"{name:<10}  {value}") for name, value in rows]
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shardwise.planner.calibrate import Calibration
 
 SHOWN_EDGES = 16
+PLAN_SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 
 SourceText = Annotated[str, typer.Argument(metavar="SRC", help="A tensor and its layout, in the notation.")]
 TargetText = Annotated[
@@ -98,6 +99,8 @@ def plan(
         paths = (src, dst) if dst else (model, src)
         report_state(model if dst else None, paths, dtype, apart, topology, as_json)
         return
+    if dst and (src.endswith(PLAN_SUFFIXES) or dst.endswith(PLAN_SUFFIXES)):
+        raise LayoutError(f"{src} and {dst}: plans of whole models need the model: --model MODEL {src} {dst}")
     if not dst or apart or dtype is not None:
         raise LayoutError("pass SRC and DST, two layouts; --apart and --dtype are for --model and two files of plans")
     source = parse_layout(src)

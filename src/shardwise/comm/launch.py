@@ -583,7 +583,7 @@ def _serve(rank: int, pipe: Connection) -> bool:
         report_exception(rank, reply.error)
     pipe.send_bytes(_pickle_reply(reply))
     if last and reply.error is not None:
-        _exit_now(1)
+        _exit_now()
     return not last
 
 
@@ -604,11 +604,11 @@ def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
-        _exit_now(1)
+        _exit_now()
 
 
-def _exit_now(code: int) -> None:
+def _exit_now() -> None:
     """Exit at once: the other ranks see the closed connections."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(1)

@@ -246,7 +246,11 @@ def format_rule(layout: Layout) -> str:
     """
     spec = _find_built_in_spec(layout)
     if isinstance(spec, MeshSpec):
-        return _format_mesh_rule(spec, layout.shape)
+        if spec.mesh.ndim == 0:
+            return "" if spec.mesh.is_contiguous else f"@ {int(spec.mesh.ranks)}"
+        order = ">".join(_unusual_order(spec.resolved(layout.shape)))
+        split = f" split {order}" if order else ""
+        return f"on {spec.mesh}: {', '.join(map(format_placement, spec.placements))}{split}"
     if isinstance(spec, ChunkSpec):
         return f"as chunk({spec.dim}) over {format_ranks(spec.ranks)}"
     if isinstance(spec, GridSpec):
@@ -293,14 +297,6 @@ def _find_built_in_spec(layout: Layout) -> ShardingSpec | None:
     elif isinstance(spec, GridSpec):
         same = GridSpec(spec.splits, spec.ranks)
     return same if same is not None and same.layout(layout.shape) == layout else None
-
-
-def _format_mesh_rule(spec: MeshSpec, shape: tuple[int, ...]) -> str:
-    if spec.mesh.ndim == 0:
-        return "" if spec.mesh.is_contiguous else f"@ {int(spec.mesh.ranks)}"
-    order = ">".join(_unusual_order(spec.resolved(shape)))
-    split = f" split {order}" if order else ""
-    return f"on {spec.mesh}: {', '.join(map(format_placement, spec.placements))}{split}"
 
 
 def _format_type(spec: MeshSpec, shape: tuple[int, ...]) -> str:
@@ -390,7 +386,9 @@ def parse_layout(text: str, like: TensorType | None = None) -> TensorType:
         if scanner.peek_word() in _by_name:
             scanner.word()
             scanner.expect("[", "and the shape after the dtype, as in f32[8,4]")
-        scanner.fail(f"expected a dtype and a shape such as f32[8,4]; {scanner.found()}")
+        rule = scanner.rest if scanner.peek_word() == "on" else f"on {scanner.rest}"
+        fix = f"; write f32[8,4] {rule[:LONGEST_SHOWN]}" if "=" in rule and ":" in rule else ""
+        scanner.fail(f"expected a dtype and a shape such as f32[8,4]; {scanner.found()}{fix}")
     return TensorType(found.dtype, _read_layout(scanner, found))
 
 
