@@ -2,8 +2,9 @@
 
 All ranks are processes of one world, so that all contenders run in one program and in turns. The trainer's 4 ranks have
 rows of every tensor, the server's 2 ranks want rows. Raw: one message of gloo for each pair of ranks. Whole parameters:
-each is gathered on one rank and broadcast to the server's ranks, which cut their part out, as many projects do. Tensors
-of 16 elements show what a push and a pull cost besides their bytes: that is a figure of CPU time on each rank.
+each is gathered on one rank and broadcast to the server's ranks, which cut their part out, as many projects do. Over
+TCP: the server takes itself for another host, and reads from sockets what it could map. Tensors of 16 elements show
+what a push and a pull cost besides their bytes: that is a figure of CPU time on each rank.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import shardwise
+from bench.memory import Peak
 from bench.report import Cell, Figures
 from shardwise.comm import LocalWorld, default_comm
+from shardwise.sync.plan import DEFAULT_BUFFER_BYTES
 
 TRAINERS, SERVERS = (0, 1, 2, 3), (4, 5)
 WIDTH = 1024
+OVER_TCP, EXTRA = "push and pull, over TCP", "memory of a pull over TCP beyond staged copies, MB"
 SMALL = ("push of 16 elements each, CPU time", "pull of 16 elements each, CPU time")
 ADDRESS, TOKEN = "tcp://127.0.0.1:29644", "of the benchmark"
 
@@ -32,7 +37,7 @@ ADDRESS, TOKEN = "tcp://127.0.0.1:29644", "of the benchmark"
 class SyncBenchSizes:
     """Megabytes in so many tensors, and how often."""
 
-    megabytes: int = 256
+    megabytes: int = 512
     tensors: int = 300
     repeats: int = 7
 
@@ -51,15 +56,16 @@ def run(sizes: SyncBenchSizes) -> list[Figures]:
     rows: list[list[Cell]] = [
         [name, median(spans) * 1000, nbytes / median(spans) / 1e9, median(spans) / raw]
         for name, spans in seconds.items()
-        if name not in SMALL
+        if name not in (*SMALL, EXTRA)
     ]
     rows += [[name, median(seconds[name]) * 1000, None, None] for name in SMALL]
+    extra = f"Largest {EXTRA}: {max(seconds[EXTRA]) / 1e6:.0f}; the limit is {DEFAULT_BUFFER_BYTES / 1e6:.0f}."
     return [
         Figures(
             f"sync: {nbytes / 1e6:.0f} MB in {sizes.tensors} tensors, 4 -> 2 processes of one host",
             ["contender", "ms", "GB/s", "of raw"],
             rows,
-            ["Medians; a turn ends when the last rank is done. Pushes copy into slots; pulls stage, then copy."],
+            ["Medians; a turn ends when the last rank is done. Pushes copy into slots; pulls stage, then copy.", extra],
         )
     ]
 
@@ -79,10 +85,13 @@ def _measure(sizes: SyncBenchSizes) -> dict[str, list[float]]:
     state = {f"w{i}": shardwise.from_local(x, layout, comm=ours) for i, x in enumerate(local)}
     pairs = [dist.new_group([0, *SERVERS]), dist.new_group(list(TRAINERS))]
     link: Any
+    far: Any = None
     if rank in TRAINERS:
         link = shardwise.sync.publish(state, ADDRESS, token=TOKEN, comm=ours)
     else:
         link = shardwise.sync.subscribe(state, ADDRESS, token=TOKEN, comm=ours)
+        with patch("shardwise.sync.subscriber.identify_host", lambda: "another host"):
+            far = shardwise.sync.subscribe(state, ADDRESS, token=TOKEN, comm=ours)
     spans: dict[str, list[float]] = {}
     contenders: dict[str, Callable[[int], None]] = {
         "raw messages (gloo)": lambda _: _raw(rank, rows * WIDTH // 4 * sizes.tensors),
@@ -94,10 +103,15 @@ def _measure(sizes: SyncBenchSizes) -> dict[str, list[float]]:
         _time(spans, "push", lambda t: link.push(t) if rank in TRAINERS else None, turn)
         _time(spans, "pull", lambda t: _sync(link, rank, t) if rank in SERVERS else None, turn)
         _time(spans, "push and pull", lambda t: _sync(link, rank, t), turn)
+        peak = Peak()
+        _time(spans, OVER_TCP, lambda t: _sync(far or link, rank, t), turn)
+        spans.setdefault(EXTRA, []).append(float(peak.grown() or 0) if far is not None else 0.0)
     if rank in SERVERS:
         assert all(float(x[0, 0]) == (rank - 4) * 2 for x in local), "wrong values arrived"
     dist.barrier()  # a publisher that closes too early leaves the last pull waiting for it
-    link.close()
+    for each in (link, far):
+        if each is not None:
+            each.close()
     spans |= _measure_small(sizes, ours, rank in TRAINERS)
     return {name: found[1:] for name, found in spans.items()}  # the first turn plans and allocates
 

@@ -35,9 +35,12 @@ import torch
 
 import shardwise
 from shardwise.comm import LocalComm, LocalWorld, default_comm
+from shardwise.comm.transports.links import identify_host
+from shardwise.sync import subscriber
 from tests.sync.worlds import TOKEN, free_address
 
 SHAPE, DEADLINE, LIMIT = (64, 64), 3.0, 240.0
+NAMES = {"a": "S(1)", "b": "S(1)", "c": "R"}  # and how the server has them
 ROUND_LIMIT = 75.0  # the start of all ranks, twice, a fault, and what is waited for after it
 FULL = 0  # no signal: a rank gets no memory
 
@@ -77,7 +80,7 @@ def push_for(address: str, met: Path, seconds: float, poor: int | None = None, b
     """
     faulthandler.register(signal.SIGUSR1)  # says where it hangs
     refuse_memory(poor)
-    state = {name: shardwise.full("on x=2: S(0)", SHAPE, 0.0) for name in ("a", "b")}
+    state = {name: shardwise.full("on x=2: S(0)", SHAPE, 0.0) for name in NAMES}
     until, step = None, 0
     with shardwise.sync.publish(state, address, token=TOKEN, deadline=DEADLINE, name="trainer") as link:
         while True:
@@ -112,10 +115,14 @@ def meet(state: dict[str, shardwise.ShardedTensor], address: str) -> shardwise.s
                 raise
 
 
-def pull_for(address: str, seconds: float, met: Path, ended: Path) -> Served:
-    """Pull versions for some time or until it is said, and look at every one of them."""
+def pull_for(address: str, seconds: float, met: Path, ended: Path, far: bool = False) -> Served:
+    """Pull versions for some time or until it is said, and look at every one of them.
+
+    With `far` the ranks are on another host: they read over sockets, and pass on what both of them need.
+    """
     faulthandler.register(signal.SIGUSR1)
-    state = {name: shardwise.full("on x=2: S(1)", SHAPE, -1.0) for name in ("a", "b")}
+    subscriber.identify_host = (lambda: "another host") if far else identify_host
+    state = {name: shardwise.full(f"on x=2: {cut}", SHAPE, -1.0) for name, cut in NAMES.items()}
     versions, mixed, restarts, longest, last = 0, 0, 0, 0.0, -1
     with meet(state, address) as link:
         until = time.monotonic() + seconds
@@ -137,7 +144,7 @@ def pull_for(address: str, seconds: float, met: Path, ended: Path) -> Served:
 def read_late(address: str, wait: float, until: float) -> str:
     """A third program that comes late: what it saw, which is whole versions or errors that name a world."""
     time.sleep(wait)
-    served, comm = {name: torch.full(SHAPE, -1.0) for name in ("a", "b")}, LocalComm.alone()
+    served, comm = {name: torch.full(SHAPE, -1.0) for name in NAMES}, LocalComm.alone()
     try:
         link = shardwise.sync.subscribe(served, address, token=TOKEN, deadline=DEADLINE, name="late", comm=comm)
     except shardwise.sync.SyncError as error:
@@ -162,6 +169,7 @@ def attack(
     late: float | None = None,
     restart: bool = False,
     back: bool = False,
+    far: bool = False,
 ) -> str:
     """One round; what came of it in words. Raises AssertionError if a promise was broken."""
     folder, address, seconds = Path(tempfile.mkdtemp()), free_address(), after + (LIMIT / 2 if restart else 3.0)
@@ -170,7 +178,7 @@ def attack(
     poor = victim[1] if how == FULL else None
     with shown_if_it_hangs(trainer, server), ThreadPoolExecutor(3) as pool:
         pushing = pool.submit(trainer.outcomes, push_for, address, met, after + 3.0, poor, back, limit=LIMIT)
-        pulling = pool.submit(server.outcomes, pull_for, address, seconds, met, ended, limit=LIMIT)
+        pulling = pool.submit(server.outcomes, pull_for, address, seconds, met, ended, far, limit=LIMIT)
         until = time.monotonic() + LIMIT
         while not met.exists() and time.monotonic() < until:
             time.sleep(0.02)
@@ -191,7 +199,8 @@ def attack(
         served = pulling.result(LIMIT + 30)
         words = "" if reading is None else f"; {reading.result(LIMIT)}"
     name = "no memory" if how == FULL else signal.Signals(how).name
-    where = f"{victim[0]} rank {victim[1]} gets {name} after {after:.2f} s{', pushes in the back' * back}{words}"
+    where = f"{victim[0]} rank {victim[1]} gets {name} after {after:.2f} s{', pushes in the back' * back}"
+    where += f"{', the server is on another host' * far}{words}"
     if victim[0] == "server" or how == FULL:
         assert all(outcome.error is None for outcome in pushed), f"{where}: {[o.error for o in pushed]}"
         if victim[0] == "server":
@@ -237,8 +246,8 @@ def draw(rng: random.Random) -> dict[str, Any]:
     after = 0.5 + 2 * rng.random()
     late = after * 2 * rng.random() if rng.random() < 0.4 else None
     restart = victim[0] == "trainer" and how != FULL and rng.random() < 0.3
-    back = rng.random() < 0.4
-    return {"victim": victim, "how": how, "after": after, "late": late, "restart": restart, "back": back}
+    back, far = rng.random() < 0.4, rng.random() < 0.4
+    return {"victim": victim, "how": how, "after": after, "late": late, "restart": restart, "back": back, "far": far}
 
 
 def main() -> None:

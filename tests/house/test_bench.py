@@ -88,7 +88,7 @@ def test_sync_runs_and_checks_what_arrives(tmp_path: Path) -> None:
     assert isinstance(table["rows"], list)
     names = [row[0] for row in table["rows"]]
     small = [f"{way} of 16 elements each, CPU time" for way in ("push", "pull")]
-    assert names[2:] == ["push", "pull", "push and pull", *small]
+    assert names[2:] == ["push", "pull", "push and pull", "push and pull, over TCP", *small]
 
 
 def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
