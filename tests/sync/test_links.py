@@ -210,8 +210,19 @@ def test_what_does_not_fit_is_refused_on_both_sides() -> None:
         with pytest.raises(ValueError, match="a step is an int"):
             trainer.push("1")  # type: ignore[arg-type]
         source["w"] = torch.zeros(5)
-        with pytest.raises(ValueError, match="w is not what was published"):
+        with pytest.raises(ValueError, match=r"w is not what was published: it is f32\[5\] .*, and was f32\[4,4\] "):
             trainer.push(1)
+        del source["w"]
+        with pytest.raises(ValueError, match="w was published and is not there any more"):
+            trainer.push(1)
+        source["w"] = torch.ones(4, 4)
+        trainer.push(1)
+        with pytest.raises(RefusedError, match="names= is a StateMap, a dict or the path of a file; got 3"):
+            subscribe({"n": torch.zeros(3)}, trainer.address, token=TOKEN, names=3)  # type: ignore[arg-type]
+        with pytest.raises(RefusedError, match=r"names='no\.toml': No such file or directory; pass the path of a TOML"):
+            subscribe({"n": torch.zeros(3)}, trainer.address, token=TOKEN, names="no.toml")
+    with pytest.raises(ValueError, match="no tensors in a str; publish a module or a nested dict of tensors"):
+        publish("model", "tcp://127.0.0.1:0", token=TOKEN)
 
 
 def test_a_rank_that_cannot_push_stops_all_and_spoils_nothing() -> None:
@@ -537,7 +548,9 @@ def test_a_listener_that_does_not_know_the_token_gets_nothing() -> None:
 
 
 def test_no_publisher_is_an_error_in_time() -> None:
-    with pytest.raises(SyncError, match=r"subscriber 'me' rank 0: no publisher at tcp://127.0.0.1:\d+: .*refused"):
+    with pytest.raises(
+        SyncError, match=r"subscriber 'me' rank 0: no publisher at tcp://127.0.0.1:\d+ within 0.3 s: .*refused"
+    ):
         subscribe({"w": torch.zeros(2)}, free_address(), token=TOKEN, deadline=0.3, name="me")
     with pytest.raises(ValueError, match="a deadline is a number of seconds above 0"):
         subscribe({"w": torch.zeros(2)}, free_address(), token=TOKEN, deadline=0)

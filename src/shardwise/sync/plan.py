@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -173,8 +174,13 @@ def resolve_map(names: object, types: Mapping[str, TensorShape]) -> StateMap:
         if len(text) > MAX_MAP_BYTES:
             raise LayoutError(f"{path}: a map has at most {MAX_MAP_BYTES} bytes")
         found = StateMap.from_json(json.loads(text), path)
+    elif isinstance(names, NameMap | Mapping | str | os.PathLike):
+        try:
+            return map_of_names(NameMap.of(names), types)
+        except OSError as error:
+            raise LayoutError(f"names={names!r}: {error.strerror}; pass the path of a TOML or JSON file") from error
     else:
-        return map_of_names(NameMap.of(names), types)  # type: ignore[arg-type]  # it says itself what it cannot take
+        raise LayoutError(f"names= is a StateMap, a dict or the path of a file; got {names!r}")
     for name in sorted(found.used_sources()):
         wanted = found.sources[name]
         if name not in types:

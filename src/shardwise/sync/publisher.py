@@ -47,6 +47,7 @@ from shardwise.sync.session import (
     write_token,
 )
 from shardwise.sync.slots import HEADER_BYTES, VersionSlot
+from shardwise.tensor.move import format_layout_text
 
 _log = package_logger(__name__)
 ROUND_SECONDS = 5.0
@@ -226,7 +227,8 @@ class Publisher:
             if self._lead and problem is None:
                 token = self._listen(place, token, epoch)
         except (OSError, ValueError) as error:
-            problem = f"{self._where} cannot listen at tcp://{place[0]}:{place[1]}: {error}"
+            text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            problem = f"{self._where} cannot listen at tcp://{place[0]}:{place[1]}: {text}; port 0 finds a free one"
         said = json.dumps({"token": token.hex(), "epoch": epoch, "name": self.name}) if self._lead and token else ""
         received = agree(
             self.comm,
@@ -287,7 +289,11 @@ class Publisher:
         pending = next((leaf for leaf in leaves if leaf.layout.pending is not None), None)
         if pending is not None:
             return [], f"{pending.name} has a pending reduction; redistribute it first, then publish"
-        return leaves, None if leaves else "there are no tensors to publish"
+        kind = type(self._state).__name__
+        return (
+            leaves,
+            None if leaves else f"there are no tensors in a {kind}; publish a module or a nested dict of tensors",
+        )
 
     def _listen(self, place: tuple[str, int], token: bytes | None, epoch: str) -> bytes:
         if token is None:
@@ -495,8 +501,8 @@ class Publisher:
             if wait:
                 self._write(leaves, slot, seq)
                 self._slots[slot].generation = 2 * seq
-        except (MemoryError, RuntimeError) as error:
-            failure = str(error)
+        except Exception as error:  # of any kind: all ranks hear of it
+            failure = str(error) or type(error).__name__
         if wait or is_new:
             self._raise_failures(step, slot if is_new else None, failure)
         self.version = step
@@ -573,7 +579,15 @@ class Publisher:
             if known is not None and known[0] is leaf.dtype and known[1] is leaf.layout:
                 continue
             if known is None or known[0] != leaf.dtype or not _is_laid_out(leaf, known[1]):
-                return f"{leaf.name} is not what was published: publish again after names, types or layouts change"
+                now = f"{leaf.dtype}{format_layout_text(leaf.layout)}"
+                then = "not there" if known is None else f"{known[0]}{format_layout_text(known[1])}"
+                return (
+                    f"{leaf.name} is not what was published: it is {now}, and was {then}; publish again after names, "
+                    "types or layouts change"
+                )
+        gone = sorted(described.keys() - {leaf.name for leaf in leaves}) if len(leaves) < len(described) else []
+        if gone:
+            return f"{gone[0]} was published and is not there any more; publish again after names change"
         return None
 
     def _write(self, leaves: Sequence[Leaf], number: int, seq: int) -> None:

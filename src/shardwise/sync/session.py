@@ -427,7 +427,9 @@ class SyncListener:
             proof.encode(), _mac(self._token, b"client", nonces, hello).encode()
         )
         if not known:
-            _send_open(guest, {"refused": "the token is not that of the publisher"}, limit)
+            _send_open(
+                guest, {"refused": "the token is not that of the publisher; pass the same token= on both sides"}, limit
+            )
             raise ConnectionError("it does not know the token")
         mac = _mac(self._token, b"server", nonces, {**hello, **self._welcome})
         _send_open(guest, {**self._welcome, "mac": mac}, limit)

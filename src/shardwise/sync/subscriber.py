@@ -55,6 +55,7 @@ from shardwise.sync.plan import (
 from shardwise.sync.publisher import ROUND_SECONDS, tensors_of
 from shardwise.sync.session import (
     MAX_DESCRIPTION,
+    TOKEN_VARIABLE,
     Channel,
     Message,
     RefusedError,
@@ -181,6 +182,10 @@ class Subscriber:
     def _where(self) -> str:
         return f"subscriber {self.name!r} rank {self.comm.rank}"
 
+    @property
+    def _address(self) -> str:
+        return f"tcp://{self._place[0]}:{self._place[1]}"
+
     def _find_wanted(self, state: object) -> list[Wanted]:
         wanted = []
         for name, tensor in tensors_of(state).items():
@@ -189,7 +194,9 @@ class Subscriber:
                 raise ValueError(f"{name} has a pending reduction; redistribute it first")
             wanted.append(Wanted(name, leaf.layout, torch_dtype(leaf.dtype), leaf.locals, leaf.plain))
         if not wanted:
-            raise ValueError("there are no tensors to fill")
+            raise ValueError(
+                f"there are no tensors to fill in a {type(state).__name__}; pass a module or a nested dict of tensors"
+            )
         return wanted
 
     # Meeting the publisher.
@@ -203,10 +210,13 @@ class Subscriber:
             if "description" in found:
                 self._adopt(found)
                 return
-            if found.get("refused") or found["last"]:
-                raise (RefusedError if found.get("refused") else SyncError)(
-                    f"subscriber {self.name!r} rank {self.comm.ranks[0]}: no publisher at "
-                    f"tcp://{self._place[0]}:{self._place[1]}: {found['problem']}"
+            lead = f"subscriber {self.name!r} rank {self.comm.ranks[0]}"
+            if found.get("refused"):
+                raise RefusedError(f"{lead}: refused at {self._address}: {found['problem']}")
+            if found["last"]:
+                raise SyncError(
+                    f"{lead}: no publisher at {self._address} within {self.deadline:g} s: {found['problem']}; call "
+                    "shardwise.sync.publish there, or pass a longer deadline="
                 )
 
     def _share(self, label: str, said: Mapping[str, Any]) -> Message:
@@ -229,13 +239,16 @@ class Subscriber:
             except RefusedError as error:
                 return {"problem": str(error), "refused": True}
             except FileNotFoundError:
-                problem = "no token was passed, and no publisher of this user wrote one"
+                problem = (
+                    "no token was passed, and no publisher of this user wrote one; pass the publisher's token= or "
+                    f"set {TOKEN_VARIABLE}"
+                )
             except TimeoutError as error:
                 self._drop_control()
                 problem = problem if problem != "nothing was tried" else str(error)  # what the last full attempt met
             except (OSError, KeyError) as error:
                 self._drop_control()
-                problem = str(error)
+                problem = (error.strerror if isinstance(error, OSError) else None) or str(error)
             if time.monotonic() >= round_end:
                 return {"problem": problem}
             time.sleep(min(_RETRY_SECONDS, max(0.0, round_end - time.monotonic())))
@@ -260,7 +273,7 @@ class Subscriber:
                 with suppress(OSError):
                     self._control.send({"do": "bye", "reason": refused[:500]}, time.monotonic() + 1.0)
                 self._drop_control()
-            raise RefusedError(f"subscriber {self.name!r} does not fit publisher {self._publisher_name()}: {refused}")
+            raise RefusedError(f"subscriber {self.name!r} does not fit the publisher at {self._address}: {refused}")
         if said["description"] != self._text:
             self._share_reads()
         self._text, self._epoch = said["description"], said["epoch"]
@@ -354,8 +367,8 @@ class Subscriber:
         if self._control is None:
             said = self._call(max(until, time.monotonic() + _RETRY_SECONDS))
             if "problem" in said:
-                at = f"tcp://{self._place[0]}:{self._place[1]}"
-                said["problem"] = f"{self._where}: publisher {self._publisher_name()} at {at}: {said['problem']}"
+                name = self._publisher_name()
+                said["problem"] = f"{self._where}: publisher {name} at {self._address}: {said['problem']}"
             return said
         try:
             wait = max(0.0, min(until - time.monotonic(), ROUND_SECONDS))
@@ -686,7 +699,9 @@ class Subscriber:
     def check(self) -> None:
         """Raise unless the tensors are those of one version."""
         if self.version is None:
-            raise SyncError(f"{self._where}: the tensors are not those of one version; state {self.state!r}")
+            raise SyncError(
+                f"{self._where}: the tensors are not those of one version, state {self.state!r}; pull first"
+            )
 
     def _drop_control(self) -> None:
         control, self._control = self._control, None
