@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -153,10 +152,10 @@ def check_edges(group: RankGroup, given: Mapping[int, Sequence[Tensor]], what: s
 
 def check_peers(group: RankGroup, given: Mapping[int, Sequence[Tensor]], what: str, *, label: str) -> None:
     """Raise unless all ranks of one side of an exchange are in the group."""
-    unknown = sorted(set(given) - set(group.ranks))
+    unknown = given.keys() - group.ranks
     if unknown:
         raise ValueError(
-            f"{label!r}: rank {group.rank} {what} {name_ranks(unknown)}, not in this comm "
+            f"{label!r}: rank {group.rank} {what} {name_ranks(sorted(unknown))}, not in this comm "
             f"({name_ranks(group.ranks)}); use a comm that includes them"
         )
 
@@ -167,11 +166,18 @@ def nonempty_edges(
     """Check the ranks of an exchange and return its tensors of any strides, those without elements left out."""
     check_peers(group, sends, "sends to", label=label)
     check_peers(group, receives, "receives from", label=label)
-    for tensor in chain.from_iterable((*sends.values(), *receives.values())):
-        check_values(tensor, label=label)
-    kept = [{rank: [t for t in listed if t.numel()] for rank, listed in side.items()} for side in (sends, receives)]
-    outgoing, incoming = ({rank: listed for rank, listed in side.items() if listed} for side in kept)
-    return outgoing, incoming
+    return _nonempty(sends, label), _nonempty(receives, label)
+
+
+def _nonempty(side: Mapping[int, Sequence[Tensor]], label: str) -> dict[int, list[Tensor]]:
+    kept = {}
+    for rank, listed in side.items():
+        for tensor in listed:
+            if tensor.is_conj() or tensor.is_neg():
+                check_values(tensor, label=label)
+        if found := [t for t in listed if t.numel()]:
+            kept[rank] = found
+    return kept
 
 
 def match_tensors(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -250,10 +250,10 @@ class ProcessGroupComm(Comm):
             return self._start(label, call, start)
         if self._capabilities.takes_strides:
             outgoing, incoming = tensors.nonempty_edges(self, sends, receives, label=label)
-            sent, wanted = (
-                tensors.nonempty_bytes(side.pop(self.rank, ()), label=label) for side in (outgoing, incoming)
-            )
-            self._copy_own(sent, wanted, label)
+            own = [side.pop(self.rank, ()) for side in (outgoing, incoming)]
+            if any(own):
+                sent, wanted = (tensors.nonempty_bytes(listed, label=label) for listed in own)
+                self._copy_own(sent, wanted, label)
         else:
             outgoing = tensors.check_edges(self, sends, "sends to", label=label)
             incoming = tensors.check_edges(self, receives, "receives from", label=label)

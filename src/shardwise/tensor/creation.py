@@ -525,8 +525,10 @@ def redistribute_many(
     def finish(results: Sequence[tuple[Tensor, ...]]) -> list[ShardedTensor]:
         return [t._like(dst, held) for t, dst, held in zip(tensors, dsts, results, strict=True)]
 
-    if problem is None and not async_op and all(map(can_start_early, tensors, dsts)):
-        return finish(start_on_request(tensors, dsts, make_request(asked), label, max_buffer_bytes).wait())
+    if problem is None and not async_op:
+        started = [find_move(t, dst, label, max_buffer_bytes) for t, dst in zip(tensors, dsts, strict=True)]
+        if all(map(can_start_early, tensors, started)):
+            return finish(start_on_request(tensors, started, make_request(asked), label, max_buffer_bytes).wait())
     agree(tensors[0].comm, asked, label=label, problem=problem)
     if not async_op and (is_dual_level() or any(is_move_recorded(t) for t in tensors)):
         return [t._like(dst, *move_to(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 
@@ -40,6 +40,7 @@ from shardwise.geometry import Box, Reduction
 from shardwise.geometry.mesh import IntArray
 from shardwise.tensor.parts import (
     LOW_PRECISION_BYTES,
+    SMALL_MESSAGE_BYTES,
     BoxPlace,
     RowPart,
     accumulation_dtype,
@@ -359,7 +360,7 @@ def exchange_rounds(
 
 def _split_by_limit(moves: Sequence[Move], limit: int | None) -> list[tuple[int, int]]:
     """The runs of moves that share exchanges: as many as fit in a limit together."""
-    if limit is None:
+    if limit is None or len(moves) == 1:
         return [(0, len(moves))]
     firsts: list[int] = []
     left = 0
@@ -406,7 +407,8 @@ Exchange: TypeAlias = tuple[dict[int, list[Tensor]], dict[int, list[Tensor]], Co
 
 def _pack_messages(runs: Sequence[_StepRun], number: int, rank: int) -> Exchange:
     """What this rank sends and receives in a round, by peer: boxes or buffers that are one run of memory each."""
-    return _merge_edges(run.outgoing(number) for run in runs), _merge_edges(run.incoming(number) for run in runs), None
+    sends = _merge_edges([run.outgoing(number) for run in runs])
+    return sends, _merge_edges([run.incoming(number) for run in runs]), None
 
 
 def _find_boxes(runs: Sequence[_StepRun], number: int, rank: int) -> Exchange:
@@ -414,8 +416,8 @@ def _find_boxes(runs: Sequence[_StepRun], number: int, rank: int) -> Exchange:
 
     In the first round also those of its own copies. If a step reduces, each rank combines what the others send.
     """
-    sends = _merge_edges(run.lent(number) for run in runs)
-    receives = _merge_edges(run.places(number) for run in runs)
+    sends = _merge_edges([run.lent(number) for run in runs])
+    receives = _merge_edges([run.places(number) for run in runs])
     if all(run.step.op is None for run in runs):  # the same on every rank, unlike what a rank's part reduces
         if number == 0:
             for run in runs:
@@ -489,7 +491,11 @@ def finish_locally(move: Move, source: Tensor) -> Tensor:
 
 def resolve_lazy(tensors: Sequence[Tensor]) -> Tensors:
     """The tensors off the tape, with lazy conjugations and negations (of complex gradients) carried out."""
-    return tuple(t.detach().resolve_conj().resolve_neg() for t in tensors)
+    return tuple([_resolve(t.detach()) for t in tensors])
+
+
+def _resolve(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def _make_targets(
@@ -506,9 +512,10 @@ def _start_locally(runs: Sequence[_StepRun]) -> None:
         run.copy_locally()
 
 
-def _merge_edges(parts: Iterable[Mapping[int, list[Tensor]]]) -> dict[int, list[Tensor]]:
-    merged: dict[int, list[Tensor]] = {}
-    for part in parts:
+def _merge_edges(parts: Sequence[dict[int, list[Tensor]]]) -> dict[int, list[Tensor]]:
+    first, *others = parts
+    merged = dict(first)
+    for part in others:
         for peer, tensors in part.items():
             merged.setdefault(peer, []).extend(tensors)
     return merged
@@ -547,19 +554,27 @@ class _StepRun:
 
     def _pack(self, message: Sequence[BoxPlace]) -> Tensor:
         first = _view(self.sources[message[0].slot], message[0].at)
-        if len(message) == 1 and self._is_straight(first):
-            return first
-        buffer = self._buffer(message)
         if len(message) == 1:
-            buffer.view(message[0].sizes).copy_(first)
-            return buffer
+            if self._is_straight(first):
+                return first
+            if first.nbytes <= SMALL_MESSAGE_BYTES:  # memory that the allocator has ready
+                return first.contiguous()
+        buffer = self._buffer(message)
         for one in message:
             buffer[one.run].view(one.sizes).copy_(_view(self.sources[one.slot], one.at))
         return buffer
 
     def _is_straight(self, box: Tensor) -> bool:
         """Whether a box is sent from where it is, or received there, and needs no buffer."""
-        return box.is_contiguous() or (self.least_run is not None and run_bytes(box) >= self.least_run)
+        if box.is_contiguous():
+            return True
+        if self.least_run is None or self._fits_message(box):
+            return False
+        return run_bytes(box) >= self.least_run
+
+    def _fits_message(self, box: Tensor) -> bool:
+        """Whether a box is filled from a message of few bytes, which the transport reads in any case."""
+        return self.move.limit is None and self.least_run is not None and box.nbytes <= SMALL_MESSAGE_BYTES
 
     def _buffer(self, message: Sequence[BoxPlace]) -> Tensor:
         buffer = staging_pool.take(message[-1].run.stop, self.move.dtype, self.device)
@@ -572,7 +587,8 @@ class _StepRun:
         for peer, cut in self.part.received_places.get(number, {}).items():
             for message in cut:
                 place = _view(self.targets[message[0].slot], message[0].at)
-                if len(message) != 1 or self.part.reducing or not self._is_straight(place):
+                straight = self._is_straight(place) or self._fits_message(place)
+                if len(message) != 1 or self.part.reducing or not straight:
                     place = self._buffer(message)
                     self.arrived.append((place, message))
                 places.setdefault(peer, []).append(place)

@@ -284,6 +284,12 @@ class Move:
         """Whether every rank ends with what it began with."""
         return self.src == self.dst and self.scale == (1, 1) and self.out_dtype in (None, self.dtype)
 
+    @cached_property
+    def only_copies(self) -> bool:
+        """Whether it is an exchange without a reduction, between layouts that no values decided."""
+        pending = self.src.pending is not None or self.dst.pending is not None
+        return not pending and not self.depends_on_data and self.src != self.dst
+
     @property
     def in_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of this rank's local tensors before the move."""
@@ -603,11 +609,11 @@ def check_and_move(
         if moved is not None and not is_move_recorded(held):
             return moved, None
         return move_to(held, dst, label, limit, lambda: moved)
-    if move.problem is not None or recorders or not can_start_early(held, dst):
+    if move.problem is not None or recorders or not can_start_early(held, move):
         check_move(held, dst, label, fields)
         return move_to(held, dst, label, limit)
     with profiled_move(label, held.sharding, dst):
-        return start_on_request([held], [dst], move._write_request(fields), label, limit).wait()[0], None
+        return start_on_request([held], [move], move._write_request(fields), label, limit).wait()[0], None
 
 
 def _limit_problem(limit: object) -> str | None:
@@ -621,24 +627,22 @@ def _is_plain(held: MovableTensor) -> bool:
     return held._copied_from is None and not is_dispatch_mode_on() and not is_dual_level()
 
 
-def can_start_early(held: MovableTensor, dst: Layout) -> bool:
+def can_start_early(held: MovableTensor, move: Move) -> bool:
     """Whether a move is nothing but an exchange that can be started and taken back: no tape, trace or reduction."""
-    src = held.sharding
-    copies = src.pending is None and dst.pending is None and not (src.depends_on_data or dst.depends_on_data)
-    return copies and _is_plain(held) and not is_move_recorded(held) and src != dst
+    return move.only_copies and _is_plain(held) and not is_move_recorded(held)
 
 
 def start_on_request(
-    held: Sequence[MovableTensor], dsts: Sequence[Layout], request: Request, label: str, limit: int | None
+    held: Sequence[MovableTensor], moves: Sequence[Move], request: Request, label: str, limit: int | None
 ) -> Running:
     """Start moves whose first exchange carries the request; `wait` raises on every rank unless all agree on it."""
     try:
-        for one, dst in zip(held, dsts, strict=True):
-            _ = find_move(one, dst, label, limit).transfer
+        for move in moves:
+            _ = move.transfer
     except ValueError:  # of this limit: ranks that agree on it raise the same
         agree_on_request(held[0].comm, request, label=label)
         raise
-    return _start_many(partial(run_moves, request=request), held, dsts, label, limit)
+    return _start_many(partial(run_moves, request=request), held, moves, limit)
 
 
 def start_moving(
@@ -647,13 +651,13 @@ def start_moving(
     """Start moving several tensors without a tape, as many in shared exchanges as the buffer limit allows."""
     if is_dual_level():
         raise NotImplementedError(f"'{label}': tangents of forward mode do not travel with async_op=True; leave it out")
-    return _start_many(start_moves, held, dsts, label, max_buffer_bytes)
+    moves = [find_move(one, dst, label, max_buffer_bytes) for one, dst in zip(held, dsts, strict=True)]
+    return _start_many(start_moves, held, moves, max_buffer_bytes)
 
 
 def _start_many(
-    start: Callable[..., Running], held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, limit: int | None
+    start: Callable[..., Running], held: Sequence[MovableTensor], moves: Sequence[Move], limit: int | None
 ) -> Running:
-    moves = [find_move(one, dst, label, limit) for one, dst in zip(held, dsts, strict=True)]
     for move in moves:
         _ = move.transfer  # a limit that is too small is an error before anyone hears of the move
         notify_watchers(move)

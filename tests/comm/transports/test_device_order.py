@@ -180,8 +180,8 @@ def test_rank_that_gives_up_goes_on_after_those_that_use_its_memory() -> None:
         StreamPeers.use("only")
         if rank == 0:
             send = engine._calls._links.send
-            engine._calls._links.send = lambda r, kind, *rest: (  # type: ignore[method-assign]
-                None if kind is FrameKind.TAKEN else send(r, kind, *rest)
+            engine._calls._links.send = lambda r, frame, **later: (  # type: ignore[method-assign]
+                None if frame[0] == FrameKind.TAKEN else send(r, frame, **later)
             )
         mine, out = device.allocate(8), device.allocate(8)
         work = engine.exchange({0: [mine]} if rank else {}, {} if rank else {1: [out]}, call="move")

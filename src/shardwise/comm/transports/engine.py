@@ -136,11 +136,13 @@ class Stage:
 
     def read_edges(self, edges: Edges) -> Edges:
         """Apply `read` to every tensor of one side of an exchange."""
-        return {rank: [self.read(t) for t in ts] for rank, ts in edges.items()}
+        own = self._device.type
+        return {rank: [t if t.device.type == own else self.read(t) for t in ts] for rank, ts in edges.items()}
 
     def write_edges(self, edges: Edges) -> Edges:
         """Apply `write` to every tensor of one side of an exchange."""
-        return {rank: [self.write(t) for t in ts] for rank, ts in edges.items()}
+        own = self._device.type
+        return {rank: [t if t.device.type == own else self.write(t) for t in ts] for rank, ts in edges.items()}
 
     def finish(self) -> None:
         """Copy the results to where they were requested."""

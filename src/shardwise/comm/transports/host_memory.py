@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -54,7 +54,6 @@ from shardwise.comm.flat_tensors import (
 from shardwise.comm.protocol import LEAST_RUN_BYTES, Capabilities, CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports.engine import Gatherer
 from shardwise.comm.transports.links import (
-    Body,
     Frame,
     FrameKind,
     LenderGoneError,
@@ -176,21 +175,24 @@ def _append(ranges: ByteRanges, one: tuple[int, int]) -> IntArray:
     return np.concatenate([np.asarray(ranges, np.int64).reshape(-1, 2), np.asarray([one], np.int64)])
 
 
-_COUNTS = struct.Struct("<II")
 _INLINE = 1 << 16  # one word between two processes takes as long as two more copies of so many bytes
 
 
-def pack_offer(tensors: Sequence[Tensor]) -> tuple[FrameKind, Body]:
+def pack_offer(tensors: Sequence[Tensor]) -> tuple[FrameKind, bytes]:
     """Return the message for some tensors: where they are or, if they are few bytes and no strides, the bytes.
 
     It begins with how many tensors and runs of memory there are, the bytes of each tensor, and the runs.
     """
-    sizes = np.array([tensor.nbytes for tensor in tensors], np.int64)
-    if sizes.sum() > _INLINE or not all(tensor.is_contiguous() for tensor in tensors):
+    sizes = [tensor.nbytes for tensor in tensors]
+    if sum(sizes) > _INLINE or not all([tensor.is_contiguous() for tensor in tensors]):
         runs = np.concatenate([memory_runs(tensor) for tensor in tensors])
-        return FrameKind.RANGES, _COUNTS.pack(len(sizes), len(runs)) + sizes.tobytes() + runs.tobytes()
-    parts = (as_bytes(tensor, label="offer").numpy().data for tensor in tensors)
-    return FrameKind.DATA, (_COUNTS.pack(len(sizes), 0) + sizes.tobytes(), *parts)
+        return FrameKind.RANGES, _pack_sizes(sizes, len(runs)) + runs.tobytes()
+    parts = [ctypes.string_at(tensor.data_ptr(), size) for tensor, size in zip(tensors, sizes, strict=True)]
+    return FrameKind.DATA, b"".join([_pack_sizes(sizes, 0), *parts])
+
+
+def _pack_sizes(sizes: Sequence[int], runs: int) -> bytes:
+    return struct.pack(f"<II{len(sizes)}q", len(sizes), runs, *sizes)
 
 
 def _lendable(tensor: Tensor) -> Tensor:
@@ -198,8 +200,7 @@ def _lendable(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() or run_bytes(tensor) >= LEAST_RUN_BYTES else tensor.contiguous()
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """A read message: the bytes of each tensor, and runs of memory of another process, or the bytes in the message."""
 
     rank: int
@@ -212,9 +213,8 @@ class Offer:
     @classmethod
     def of(cls, frame: Frame, lease: RemoteLease) -> Offer:
         """Read an offer from its message."""
-        tensors, count = _COUNTS.unpack_from(frame.body)
-        sizes = np.frombuffer(frame.body, np.int64, tensors, _COUNTS.size).tolist()
-        at = _COUNTS.size + 8 * tensors
+        tensors, count = struct.unpack_from("<II", frame.body)
+        sizes, at = list(struct.unpack_from(f"<{tensors}q", frame.body, 8)), 8 + 8 * tensors
         runs = np.frombuffer(frame.body, np.int64, 2 * count, at).reshape(-1, 2) if count else _NO_RUNS
         return cls(frame.rank, sizes, runs, frame.body if frame.kind is FrameKind.DATA else None, at, lease)
 

@@ -50,13 +50,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from shardwise.comm.faults import TransportError
 from shardwise.comm.protocol import PendingWork, Work
 from shardwise.comm.transports.engine import Engine, Gatherer
 
 _FRAME_HEADER = struct.Struct("<BQHI")
+_HEADER_BYTES = _FRAME_HEADER.size
 _CREDENTIALS = struct.Struct("3i")
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<i{_TOKEN_BYTES}s")
@@ -75,8 +76,6 @@ class FrameKind(IntEnum):
 
 _KINDS = tuple(FrameKind)
 _MOST_PARTS = 512  # of what waits for a socket, passed to it at once
-Body: TypeAlias = bytes | Sequence[bytes | memoryview]
-"""What a frame says, in one or several parts."""
 
 
 class Frame(NamedTuple):
@@ -87,6 +86,12 @@ class Frame(NamedTuple):
     number: int
     label: str
     body: bytearray
+
+
+def pack_frame(kind: FrameKind, number: int, label: str, body: bytes) -> bytes:
+    """A frame as bytes."""
+    text = label.encode()
+    return b"".join([_FRAME_HEADER.pack(kind, number, len(text), len(body)), text, body])
 
 
 def different_calls_error(frame: Frame, rank: int, here: str | None) -> TransportError:
@@ -135,19 +140,14 @@ class PeerSockets:
             self._poll.register(fd, select.POLLIN)
         weakref.finalize(self, _close_all, self._sockets, self._descriptors)
 
-    def send(self, rank: int, kind: FrameKind, number: int, label: str, body: Body, *, later: bool = False) -> None:
-        """Send a frame to a rank, now or, if its socket is full, while waiting; a rank that ended gets nothing.
+    def send(self, rank: int, frame: bytes, *, later: bool = False) -> None:
+        """Send a packed frame to a rank, now or, if its socket is full, while waiting; a rank that ended gets nothing.
 
         `later`: together with the next frame to that rank, or with the next call of `send_held` or `receive`.
         """
         if rank in self.ended:
             return
-        text, queue = label.encode(), self._output[rank]
-        if isinstance(body, bytes):
-            queue.append(memoryview(_FRAME_HEADER.pack(kind, number, len(text), len(body)) + text + body))
-        else:
-            queue.append(memoryview(_FRAME_HEADER.pack(kind, number, len(text), sum(map(len, body))) + text))
-            queue.extend(map(memoryview, body))
+        self._output[rank].append(memoryview(frame))
         if later:
             self._held.add(rank)
         else:
@@ -209,7 +209,11 @@ class PeerSockets:
         self._held.discard(rank)
         try:
             while queue and rank not in self.ended:
-                sent = self._sockets[rank].sendmsg(list(islice(queue, _MOST_PARTS)))
+                parts = list(islice(queue, _MOST_PARTS))
+                sent = self._sockets[rank].sendmsg(parts)
+                if sent == sum(map(len, parts)) and len(parts) == len(queue):
+                    queue.clear()
+                    break
                 while queue and sent >= len(queue[0]):
                     sent -= len(queue.popleft())
                 if sent:
@@ -244,10 +248,15 @@ class PeerSockets:
         kept = self._input[rank]
         kept += self._arrived[:count] if kept else b""
         data = memoryview(kept) if kept else self._arrived[:count]
-        frames, at = [], 0
-        while (frame := _read_frame(rank, data, at)) is not None:
-            frames.append(frame[0])
-            at = frame[1]
+        frames, at, end = [], 0, len(data)
+        while at + _HEADER_BYTES <= end:
+            kind, number, text, body = _FRAME_HEADER.unpack_from(data, at)
+            middle = at + _HEADER_BYTES + text
+            if middle + body > end:
+                break
+            label = str(data[at + _HEADER_BYTES : middle], "utf-8")
+            at = middle + body
+            frames.append(Frame(rank, _KINDS[kind], number, label, bytearray(data[middle:at])))
         self._input[rank] = bytearray(data[at:])
         return frames
 
@@ -282,19 +291,6 @@ def _open_process(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
-
-
-def _read_frame(rank: int, data: memoryview, at: int) -> tuple[Frame, int] | None:
-    """The frame that begins at a place of what has come, and where it ends; None if some of it is still to come."""
-    if len(data) < at + _FRAME_HEADER.size:
-        return None
-    kind, number, text, body = _FRAME_HEADER.unpack_from(data, at)
-    middle = at + _FRAME_HEADER.size + text
-    end = middle + body
-    if len(data) < end:
-        return None
-    label = str(data[at + _FRAME_HEADER.size : middle], "utf-8")
-    return Frame(rank, _KINDS[kind], number, label, bytearray(data[middle:end])), end
 
 
 class Listener:
@@ -537,10 +533,11 @@ class CollectCall(PeerCall):
         """Whether a rank sent the same bytes as this one."""
         return rank in self.taken and bytes(self.taken[rank]) == self._own
 
-    def take(self, frame: Frame) -> Iterable[int]:
-        """Keep what came along."""
+    def accept(self, frame: Frame, check: Callable[[list[int]], None] | None = None) -> list[int]:
+        """Keep what came along: nobody's memory."""
+        self.expected.discard(frame.rank)
         self.taken[frame.rank] = frame.body
-        return ()
+        return []
 
 
 class PeerCalls:
@@ -575,7 +572,7 @@ class PeerCalls:
         return self.started
 
     def start(
-        self, call: PeerCall, messages: Mapping[int, tuple[FrameKind, Body]], *, before_another: bool = False
+        self, call: PeerCall, messages: Mapping[int, tuple[FrameKind, bytes]], *, before_another: bool = False
     ) -> None:
         """Send a registered call's messages, and use those that came before.
 
@@ -583,8 +580,11 @@ class PeerCalls:
         """
         self._open[call.number] = call
         call.sent_to.update(messages)
-        for rank, (kind, body) in messages.items():
-            self._links.send(rank, kind, call.number, call.call, body, later=before_another)
+        frame, packed = b"", None
+        for rank, message in messages.items():
+            if message is not packed:  # all ranks may get one message
+                frame, packed = pack_frame(message[0], call.number, call.call, message[1]), message
+            self._links.send(rank, frame, later=before_another)
         if not before_another:
             self._links.send_held()
         for frame in self._early.pop(call.number, []):
@@ -634,7 +634,7 @@ class PeerCalls:
         with self.lock:
             body = json.dumps({"reason": reason, "ranks": list(ranks)}).encode()
             for rank in self._others:
-                self._links.send(rank, FrameKind.FAILED, 0, "", body)
+                self._links.send(rank, pack_frame(FrameKind.FAILED, 0, "", body))
             for call in self._open.values():
                 call.give_up(self._links.ended)
 
@@ -700,8 +700,8 @@ class PeerCalls:
             self._raise_failure()
             raise TransportError("it gave up before all of its bytes were read", (error.rank,)) from error
         for rank in used:
-            self._links.send(rank, FrameKind.TAKEN, frame.number, "", b"")
-        call.sent_to.update(used)
+            self._links.send(rank, pack_frame(FrameKind.TAKEN, frame.number, "", b""))
+            call.sent_to.add(rank)
 
     def _check_lenders(self, ranks: list[int]) -> None:
         """Raise if one of these ranks has given up by now: its memory may have been written to before it was used."""
