@@ -1,6 +1,7 @@
-"""Does a warm call take no more steps than it did? Counted, not timed: calls of our Python functions, exchanges, bytes.
+"""Does a warm call take no more than it did? Counted, not timed: calls of our functions, exchanges, bytes, memory.
 
-1. A count is the least of a few repeats of a warm call on one rank, whose thread alone is looked at.
+1. A count is the least of a few repeats of a warm call on one rank, whose thread alone is looked at. The memory is all
+   that torch allocates in one call, in bytes, whether it is freed again or not.
 2. MOST says how many there are today, and a little more, since what a thread does depends a little on when the others
    come. It is lowered when a path becomes shorter, and raised only with the reason.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.profiler import profile
 from torch.nn import functional
 
 import shardwise
@@ -27,19 +29,20 @@ from tests.moving import CountingComm
 
 SOURCE = str(Path(shardwise.__file__).parent)
 REPEATS = 7
-MOST = {  # calls, exchanges, bytes
-    "x + y": (1, 0, 0),
-    "x + y, new shape": (420, 0, 0),
-    "linear, new shape": (420, 0, 0),
-    "x.t()": (1, 0, 0),
-    "x @ w": (14, 0, 0),
-    "x @ w, backward": (110, 0, 0),
-    "x += 1": (8, 0, 0),
-    "pending sum": (1, 0, 0),
-    "move": (325, 1, 128),
-    "gather": (195, 1, 256),
-    "step": (1460, 3, 1088),  # threads of two ranks: 1395 to 1453
-    "AdamW's step": (490, 0, 0),
+KINDS = ("calls", "exchanges", "bytes", "memory")
+MOST = {  # one of each of KINDS
+    "x + y": (1, 0, 0, 128),
+    "x + y, new shape": (420, 0, 0, 33300),
+    "linear, new shape": (420, 0, 0, 33300),
+    "x.t()": (1, 0, 0, 0),
+    "x @ w": (14, 0, 0, 128),
+    "x @ w, backward": (110, 0, 0, 1032),
+    "x += 1": (8, 0, 0, 12),
+    "pending sum": (1, 0, 0, 32),
+    "move": (310, 1, 128, 192),
+    "gather": (155, 1, 256, 256),
+    "step": (1430, 3, 1088, 7200),  # threads of two ranks: 1346 to 1388, 6924 to 7020
+    "AdamW's step": (430, 0, 0, 1392),
 }
 
 
@@ -65,6 +68,14 @@ def count_calls(call: Callable[[], Any]) -> int:
     finally:
         gc.enable()
     return min(found)
+
+
+def count_memory(call: Callable[[], Any], looks: bool = True) -> int:
+    """The bytes that torch allocates for this thread in a call; one thread of a process can look at a time."""
+    with profile(enabled=looks, profile_memory=True) as seen:
+        call()
+    events = seen.kineto_results.events() if looks else ()
+    return sum(max(0, event.nbytes()) for event in events if event.name() == "[memory]")
 
 
 def make_model() -> nn.Module:
@@ -115,10 +126,10 @@ def make_calls_at_new_shapes() -> dict[str, Callable[[], Any]]:
     }
 
 
-def count_all() -> dict[str, tuple[int, int, int]]:
-    """The calls, exchanges and bytes of each, on rank 0 of ranks whose moves are exchanges as between processes."""
+def count_all() -> dict[str, tuple[int, ...]]:
+    """What each takes, on rank 0 of ranks whose moves are exchanges as between processes."""
 
-    def body(comm: Comm, make: Callable[[], dict[str, Callable[[], Any]]]) -> dict[str, tuple[int, int, int]]:
+    def body(comm: Comm, make: Callable[[], dict[str, Callable[[], Any]]]) -> dict[str, tuple[int, ...]]:
         counting = CountingComm(comm)
         with use_comm(counting):
             found = {}
@@ -126,27 +137,33 @@ def count_all() -> dict[str, tuple[int, int, int]]:
                 calls = count_calls(call)
                 counting.exchanges.clear()
                 call()
-                found[name] = calls, len(counting.exchanges), sum(size for _, size in counting.exchanges)
+                exchanges = len(counting.exchanges), sum(size for _, size in counting.exchanges)
+                found[name] = calls, *exchanges, count_memory(call, looks=comm.rank == 0)
             return found
 
-    counts: dict[str, tuple[int, int, int]] = run_local(body, 2, make_calls, timeout=60.0)[0]
+    count_memory(lambda: None)  # the profiler starts once, in this thread
+    counts: dict[str, tuple[int, ...]] = run_local(body, 2, make_calls, timeout=60.0)[0]
     return counts | run_local(body, 1, make_calls_at_new_shapes, timeout=60.0)[0]
 
 
 @pytest.fixture(scope="module")
-def counts() -> dict[str, tuple[int, int, int]]:
+def counts() -> dict[str, tuple[int, ...]]:
     return count_all()
 
 
 @pytest.mark.parametrize("name", MOST)
-def test_a_warm_call_takes_no_more_than_it_did(counts: dict[str, tuple[int, int, int]], name: str) -> None:
-    found = dict(zip(("calls", "exchanges", "bytes"), counts[name], strict=True))
-    most = dict(zip(("calls", "exchanges", "bytes"), MOST[name], strict=True))
+def test_a_warm_call_takes_no_more_than_it_did(counts: dict[str, tuple[int, ...]], name: str) -> None:
+    found, most = (dict(zip(KINDS, each[name], strict=True)) for each in (counts, MOST))
     assert all(found[kind] <= most[kind] for kind in found), f"{name}: {found}, at most {most}"
 
 
-def test_every_call_is_looked_at(counts: dict[str, tuple[int, int, int]]) -> None:
+def test_every_call_is_looked_at(counts: dict[str, tuple[int, ...]]) -> None:
     assert counts.keys() == MOST.keys()
+
+
+def test_memory_is_counted_also_where_it_is_freed_again() -> None:
+    assert count_memory(lambda: torch.empty(1000)) == 4000
+    assert count_memory(lambda: None) == 0
 
 
 def test_one_more_call_is_counted() -> None:
