@@ -554,11 +554,8 @@ class _StepRun:
 
     def _pack(self, message: Sequence[BoxPlace]) -> Tensor:
         first = _view(self.sources[message[0].slot], message[0].at)
-        if len(message) == 1:
-            if self._is_straight(first):
-                return first
-            if first.nbytes <= SMALL_MESSAGE_BYTES:  # memory that the allocator has ready
-                return first.contiguous()
+        if len(message) == 1 and self._is_straight(first):
+            return first
         buffer = self._buffer(message)
         for one in message:
             buffer[one.run].view(one.sizes).copy_(_view(self.sources[one.slot], one.at))
@@ -568,13 +565,9 @@ class _StepRun:
         """Whether a box is sent from where it is, or received there, and needs no buffer."""
         if box.is_contiguous():
             return True
-        if self.least_run is None or self._fits_message(box):
+        if self.least_run is None:
             return False
-        return run_bytes(box) >= self.least_run
-
-    def _fits_message(self, box: Tensor) -> bool:
-        """Whether a box is filled from a message of few bytes, which the transport reads in any case."""
-        return self.move.limit is None and self.least_run is not None and box.nbytes <= SMALL_MESSAGE_BYTES
+        return box.nbytes <= SMALL_MESSAGE_BYTES or run_bytes(box) >= self.least_run
 
     def _buffer(self, message: Sequence[BoxPlace]) -> Tensor:
         buffer = staging_pool.take(message[-1].run.stop, self.move.dtype, self.device)
@@ -587,8 +580,7 @@ class _StepRun:
         for peer, cut in self.part.received_places.get(number, {}).items():
             for message in cut:
                 place = _view(self.targets[message[0].slot], message[0].at)
-                straight = self._is_straight(place) or self._fits_message(place)
-                if len(message) != 1 or self.part.reducing or not straight:
+                if len(message) != 1 or self.part.reducing or not self._is_straight(place):
                     place = self._buffer(message)
                     self.arrived.append((place, message))
                 places.setdefault(peer, []).append(place)

@@ -575,7 +575,7 @@ class SameHostDeviceEngine(PeerEngine):
                 self._peers.mark(LENT, number, self._peers.current_stream())
             if not operation.expected:
                 operation.use()
-            self._calls.start(operation, {rank: (FrameKind.RANGES, body) for rank, body in messages.items()})
+            self._calls.start(operation, [(rank, (FrameKind.RANGES, [body])) for rank, body in messages.items()])
         return PendingWork(partial(self._finish, operation))
 
     def exchange(self, sends: TensorsByRank, receives: TensorsByRank, *, call: str) -> Work:

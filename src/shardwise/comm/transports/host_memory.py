@@ -58,6 +58,7 @@ from shardwise.comm.transports.links import (
     FrameKind,
     LenderGoneError,
     Listener,
+    Message,
     PeerCall,
     PeerEngine,
     PeerSockets,
@@ -178,26 +179,26 @@ def _append(ranges: ByteRanges, one: tuple[int, int]) -> IntArray:
 _INLINE = 1 << 16  # one word between two processes takes as long as two more copies of so many bytes
 
 
-def pack_offer(tensors: Sequence[Tensor]) -> tuple[FrameKind, bytes]:
-    """Return the message for some tensors: where they are or, if they are few bytes and no strides, the bytes.
+def pack_offer(tensors: Sequence[Tensor]) -> tuple[Message, list[Tensor]]:
+    """Return the message for some tensors: the bytes if they are few, else where they are; and what is lent by it.
 
-    It begins with how many tensors and runs of memory there are, the bytes of each tensor, and the runs.
+    It begins with how many tensors and runs of memory there are, the bytes of each tensor, and the runs. Tensors whose
+    runs are too short to be read one by one are copied.
     """
     sizes = [tensor.nbytes for tensor in tensors]
-    if sum(sizes) > _INLINE or not all([tensor.is_contiguous() for tensor in tensors]):
-        runs = np.concatenate([memory_runs(tensor) for tensor in tensors])
-        return FrameKind.RANGES, _pack_sizes(sizes, len(runs)) + runs.tobytes()
-    parts = [ctypes.string_at(tensor.data_ptr(), size) for tensor, size in zip(tensors, sizes, strict=True)]
-    return FrameKind.DATA, b"".join([_pack_sizes(sizes, 0), *parts])
+    few = sum(sizes) <= _INLINE
+    lent = [
+        t if t.is_contiguous() or (not few and run_bytes(t) >= LEAST_RUN_BYTES) else t.contiguous() for t in tensors
+    ]
+    if few:
+        parts = [ctypes.string_at(tensor.data_ptr(), size) for tensor, size in zip(lent, sizes, strict=True)]
+        return (FrameKind.DATA, [_pack_sizes(sizes, 0), *parts]), []
+    runs = np.concatenate([memory_runs(tensor) for tensor in lent])
+    return (FrameKind.RANGES, [_pack_sizes(sizes, len(runs)), runs.tobytes()]), lent
 
 
 def _pack_sizes(sizes: Sequence[int], runs: int) -> bytes:
     return struct.pack(f"<II{len(sizes)}q", len(sizes), runs, *sizes)
-
-
-def _lendable(tensor: Tensor) -> Tensor:
-    """A tensor whose runs of memory are long enough to be read one by one: itself, or a copy."""
-    return tensor if tensor.is_contiguous() or run_bytes(tensor) >= LEAST_RUN_BYTES else tensor.contiguous()
 
 
 class Offer(NamedTuple):
@@ -504,9 +505,16 @@ class SameHostEngine(PeerEngine):
     def _start(self, operation: PeerCall, sends: Edges) -> Work:
         with self._calls.lock:
             self._calls.register(operation)
-            lent = {rank: list(map(_lendable, tensors)) for rank, tensors in sends.items()}
-            offers = {rank: pack_offer(tensors) for rank, tensors in lent.items()}
-            operation.kept = lent
-            operation.lent_to.update(rank for rank, (kind, _) in offers.items() if kind is FrameKind.RANGES)
-            self._calls.start(operation, offers)
+            self._calls.start(operation, _offer(operation, sends))
         return PendingWork(partial(self._calls.wait, operation))
+
+
+def _offer(operation: PeerCall, sends: Edges) -> Iterator[tuple[int, Message]]:
+    """The messages of a call, made one after another: one at a time takes memory, and leaves while the next is made."""
+    kept = operation.kept = []
+    for rank, tensors in sends.items():
+        message, lent = pack_offer(tensors)
+        if lent:
+            kept.append(lent)
+            operation.lent_to.add(rank)
+        yield rank, message

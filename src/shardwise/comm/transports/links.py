@@ -50,7 +50,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from shardwise.comm.faults import TransportError
 from shardwise.comm.protocol import PendingWork, Work
@@ -75,6 +75,8 @@ class FrameKind(IntEnum):
 
 
 _KINDS = tuple(FrameKind)
+Message: TypeAlias = tuple[FrameKind, Sequence[bytes]]
+"""What a frame says: its kind, and its body in parts."""
 _MOST_PARTS = 512  # of what waits for a socket, passed to it at once
 
 
@@ -88,10 +90,10 @@ class Frame(NamedTuple):
     body: bytearray
 
 
-def pack_frame(kind: FrameKind, number: int, label: str, body: bytes) -> bytes:
-    """A frame as bytes."""
+def pack_frame(kind: FrameKind, number: int, label: str, body: Sequence[bytes] = ()) -> bytes:
+    """A frame as bytes; the body comes in parts."""
     text = label.encode()
-    return b"".join([_FRAME_HEADER.pack(kind, number, len(text), len(body)), text, body])
+    return b"".join([_FRAME_HEADER.pack(kind, number, len(text), sum(map(len, body))), text, *body])
 
 
 def different_calls_error(frame: Frame, rank: int, here: str | None) -> TransportError:
@@ -571,24 +573,22 @@ class PeerCalls:
         call.number, call.agreeing = self.started, self.agreeing
         return self.started
 
-    def start(
-        self, call: PeerCall, messages: Mapping[int, tuple[FrameKind, bytes]], *, before_another: bool = False
-    ) -> None:
-        """Send a registered call's messages, and use those that came before.
+    def start(self, call: PeerCall, messages: Iterable[tuple[int, Message]], *, before_another: bool = False) -> None:
+        """Send a registered call's messages, each as soon as it is made, and use those that came before.
 
         `before_another`: another call is started at once, or waited for; the messages travel with those of that one.
         """
         self._open[call.number] = call
-        call.sent_to.update(messages)
         frame, packed = b"", None
-        for rank, message in messages.items():
+        for rank, message in messages:
             if message is not packed:  # all ranks may get one message
                 frame, packed = pack_frame(message[0], call.number, call.call, message[1]), message
+            call.sent_to.add(rank)
             self._links.send(rank, frame, later=before_another)
         if not before_another:
             self._links.send_held()
-        for frame in self._early.pop(call.number, []):
-            self._take(frame)
+        for early in self._early.pop(call.number, []):
+            self._take(early)
         self._serve([])
 
     def wait(self, call: PeerCall) -> None:
@@ -634,7 +634,7 @@ class PeerCalls:
         with self.lock:
             body = json.dumps({"reason": reason, "ranks": list(ranks)}).encode()
             for rank in self._others:
-                self._links.send(rank, pack_frame(FrameKind.FAILED, 0, "", body))
+                self._links.send(rank, pack_frame(FrameKind.FAILED, 0, "", [body]))
             for call in self._open.values():
                 call.give_up(self._links.ended)
 
@@ -700,7 +700,7 @@ class PeerCalls:
             self._raise_failure()
             raise TransportError("it gave up before all of its bytes were read", (error.rank,)) from error
         for rank in used:
-            self._links.send(rank, pack_frame(FrameKind.TAKEN, frame.number, "", b""))
+            self._links.send(rank, pack_frame(FrameKind.TAKEN, frame.number, ""))
             call.sent_to.add(rank)
 
     def _check_lenders(self, ranks: list[int]) -> None:
@@ -788,8 +788,8 @@ class PeerEngine(Engine):
         operation = CollectCall(call, self._others, data)
         with self._calls.lock:
             self._calls.register(operation)
-            messages = dict.fromkeys(self._others, (FrameKind.DATA, data))
-            self._calls.start(operation, messages, before_another=agreeing)
+            message = FrameKind.DATA, [data]
+            self._calls.start(operation, [(rank, message) for rank in self._others], before_another=agreeing)
             self._calls.agreeing = operation if agreeing else None
         return operation
 
