@@ -7,7 +7,8 @@
    as many bytes read raw into the same memory, tensor by tensor. All files are in the page cache: each way has read
    its own once. What was loaded is compared with what was saved.
 3. The peak of each rank's memory beyond the tensors is counted once, apart from the timing.
-4. Offline resharding by the command follows, as `bench.checkpoint_reshard` says.
+4. How long a save in the background holds up a step follows (`bench.checkpoint_stall`), then offline resharding by
+   the command (`bench.checkpoint_reshard`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import shardwise
 from bench.checkpoint_reshard import TINY_RESHARD, ReshardSizes, reshard_figures
+from bench.checkpoint_stall import TINY_STALL, StallSizes, stall_figures
 from bench.memory import Peak
 from bench.report import Cell, Figures
 from bench.timing import Contender, Span, run_interleaved, seconds
@@ -49,10 +51,11 @@ class CheckpointBenchSizes:
     """Each load: its name, how many tensors of which shape, and the runs of each way."""
 
     loads: tuple[Load, ...] = (("16 large tensors", 16, (4096, 2048), 7), ("2,000 small tensors", 2000, (64, 64), 3))
+    stall: StallSizes = field(default_factory=StallSizes)
     offline: ReshardSizes = field(default_factory=ReshardSizes)
 
 
-TINY = CheckpointBenchSizes(loads=(("4 tensors", 4, (64, 64), 1),), offline=TINY_RESHARD)
+TINY = CheckpointBenchSizes(loads=(("4 tensors", 4, (64, 64), 1),), stall=TINY_STALL, offline=TINY_RESHARD)
 Found = dict[str, tuple[list[Span], int | None]]
 
 
@@ -75,7 +78,7 @@ def run(sizes: CheckpointBenchSizes) -> list[Figures]:
         "Targets: large, within 1.3x of raw write+fsync and 1.1x of raw read; small, 20x faster than the peer.",
     )
     live = Figures("Checkpoints: save, and load in another layout", columns, rows, notes)
-    return [live, reshard_figures(sizes.offline)]
+    return [live, stall_figures(sizes.stall), reshard_figures(sizes.offline)]
 
 
 def _rows(case: str, by_rank: Sequence[Found], size: int) -> list[Sequence[Cell]]:

@@ -34,8 +34,9 @@ def test_call_whose_lease_has_ended_never_ends(name: str, ended: bool) -> None:
     operation: PeerCall = ReduceOperation("sum", 0, leases, out, mine, "sum")
     if name == "copy":
         operation = CopyOperation("move", 0, {1: [out.view(torch.uint8)]}, leases)
-    kind, body = pack_offer([theirs.view(torch.uint8)])
-    assert kind is FrameKind.RANGES and isinstance(body, bytes)
+    (kind, parts), lent = pack_offer([theirs.view(torch.uint8)])
+    body = b"".join(parts)
+    assert kind is FrameKind.RANGES and lent
     frame = Frame(1, kind, 1, operation.call, bytearray(body))
     if not ended:
         assert operation.accept(frame) == [1]
