@@ -72,7 +72,8 @@ def _measure(folder: str, sizes: StallSizes) -> dict[str, list[Span]]:
         running.append(shardwise.save(state, f"{folder}/ours", async_op=True).wait)
 
     def peer(_: Any) -> None:
-        running.append(state_dict_saver.async_save(state, checkpoint_id=f"{folder}/dcp").result)
+        saving: Any = state_dict_saver.async_save(state, checkpoint_id=f"{folder}/dcp")  # a Future
+        running.append(saving.result)
 
     def copy(_: Any) -> None:
         for target, source in zip(ready, held, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,6 +306,44 @@ def _follow_one_step() -> tuple[list[int], list[int]]:
         most.append(max(ahead))
     left = [len(found._sums) for found in prefetch._prefetchers.values()]
     return most, left
+
+
+def _try_overlap(slow_on: int, slow: bool) -> tuple[list[int], bool]:
+    """How many operators' gathers start ahead in each step where steps with overlap (`slow`) or without take long."""
+    now, started, same = 0.0, [], True
+    made = gather_order.StartedOperator.__init__
+
+    def note(self: Any, gathers: Any) -> None:
+        started[-1] += 1
+        made(self, gathers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather_order, "LEAST_BYTES", 1)
+        patch.setattr(gather_order, "time", SimpleNamespace(perf_counter=lambda: now))
+        patch.setattr(gather_order.StartedOperator, "__init__", note)
+        model, plain = make_model(0), make_model(0)
+        prefetch.register_prefetch(model, None)
+
+        def take_time(number: int) -> None:
+            nonlocal now
+            overlaps = prefetch._prefetchers[model]._trial.overlaps
+            now += 5.0 if overlaps == slow and default_comm().rank == slow_on else 1.0
+
+        model.between = take_time
+        for step in range(9):
+            started.append(0)
+            for each in (model, plain):
+                _plain(each, step, batch(step, default_comm().rank))
+            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                same &= torch.equal(mine.grad.local_tensor(), other.grad.local_tensor())
+    return started, same
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_overlap_is_kept_where_it_wins_on_every_rank(world: Ranks, slow: bool) -> None:
+    for started, same in world.run(_try_overlap, 1, slow):
+        assert same
+        assert [count > 0 for count in started] == [False, True, True, False, True, False, *[not slow] * 3]
 
 
 def test_the_limit_bounds_what_travels_ahead(world: Ranks) -> None:

@@ -31,6 +31,8 @@ Communication beside computation: parameters that are gathered ahead, gradients 
    `torch.autograd.grad` and with `create_graph=True` it is summed at once. All ranks make the same moves in the same
    order in either case.
 4. What a pass that raised left behind is dropped when the next one begins.
+5. Where the program's own threads need all cores, what travels beside them takes longer than it saves. So some of the
+   first steps are made without overlap, ranks tell each other how long both kinds took, and go on with the faster one.
 
 Replicated values in varying computations: identity forward, one reduction backward.
 
@@ -60,6 +62,7 @@ run of it: neither what is from before nor its own of the first time.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -85,7 +88,8 @@ from shardwise._torch import (
     saved_tensors_hook,
     storage_identity,
 )
-from shardwise.comm.stand_in import is_tracing
+from shardwise.comm import Comm, gather_values
+from shardwise.comm.stand_in import is_tracing, real_comm
 from shardwise.geometry import Layout, MeshSpec, Partial
 from shardwise.tensor.execute import start_moves
 from shardwise.tensor.move import AGAIN, Move, Started, dual_layout, move_to, with_moved_gradient
@@ -181,14 +185,14 @@ class GatherOrder:
         self._ahead: deque[StartedOperator] = deque()
         self._present: StartedOperator | None = None
 
-    def begin(self) -> None:
-        """A pass begins."""
+    def begin(self, overlaps: bool) -> None:
+        """A pass begins; `overlaps`: whether gathers may start ahead."""
         self.end()
         self._last, self._now = self._now, []
         self._within, self._next = False, 0
         most = max((sum(g.nbytes for g in gathers) for gathers in self._last), default=0)
         self._room = most + most // 4 if self._limit is None else self._limit
-        self._follows = most >= LEAST_BYTES if self._limit is None else self._limit > 0 and most > 0
+        self._follows = overlaps and (most >= LEAST_BYTES if self._limit is None else self._limit > 0 and most > 0)
 
     def end(self) -> None:
         """A pass ends, or does not follow the last one any more: what was started is dropped."""
@@ -199,6 +203,14 @@ class GatherOrder:
     def end_operator(self) -> None:
         """The next gather is that of another operator."""
         self._within, self._present = False, None
+
+    def find_comm(self) -> Comm | None:
+        """The comm of all gathers of the last pass, if they have one and it moves beside computation."""
+        comms = {id(g.parameter.comm): g.parameter.comm for gathers in self._now for g in gathers}
+        if len(comms) != 1 or sum(g.nbytes for gathers in self._now for g in gathers) < LEAST_BYTES:
+            return None
+        (comm,) = comms.values()
+        return comm if comm.capabilities.background and comm.world_size > 1 else None
 
     def is_last(self, gather: ParameterGather) -> bool:
         """Whether this was the last gather of the last pass."""
@@ -333,6 +345,45 @@ class _PendingSum:
                 self._leaf.grad += total
 
 
+_WARM_UP = 2  # steps: in the first one the order is noted
+_TURNS = 4  # steps, with overlap and without
+
+
+class OverlapTrial:
+    """Whether overlap wins: by the times of a few steps with and without it, on which the ranks of a comm agree."""
+
+    def __init__(self) -> None:
+        self.overlaps = True
+        self._steps = 0
+        self._began: float | None = None
+        self._least = {True: float("inf"), False: float("inf")}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is decided."""
+        return self._steps > _WARM_UP + _TURNS
+
+    def begin(self, comm: Comm | None) -> None:
+        """A training step begins; `comm`: that of the gathers of the step before, the same on all of its ranks."""
+        self._began = None
+        turn, self._steps = self._steps - _WARM_UP, self._steps + 1
+        if turn < 0:
+            return
+        self.overlaps = comm is None or turn % 2 == 0
+        if comm is not None and turn < _TURNS:
+            self._began = time.perf_counter()
+        elif comm is not None:
+            said = gather_values(real_comm(comm), [self._least[True], self._least[False]], label="overlap")
+            with_overlap, without = (max(times[i] for times in said.values()) for i in (0, 1))
+            self.overlaps = with_overlap <= without
+
+    def end(self) -> None:
+        """The backward pass of a step has ended."""
+        if self._began is not None:
+            self._least[self.overlaps] = min(self._least[self.overlaps], time.perf_counter() - self._began)
+            self._began = None
+
+
 class ParameterPrefetcher:
     """What the passes of a model gather ahead and sum later, on one rank; `limit`: bytes of each, None: by itself."""
 
@@ -343,6 +394,7 @@ class ParameterPrefetcher:
         self._pass: GatherOrder | None = None
         self._sums: dict[int, deque[_PendingSum]] = {}  # by the number of the backward pass that waits for them
         self._largest_sum = 0
+        self._trial = OverlapTrial()
 
     def begin_forward(self, training: bool) -> None:
         """A forward pass of the model begins; one that is part of a backward pass belongs to that."""
@@ -354,8 +406,11 @@ class ParameterPrefetcher:
                 pending.wait()
         self._sums.clear()
         self._backward.end()
+        trains = training and torch.is_grad_enabled()
         self._pass = self._forward.setdefault((training, torch.is_grad_enabled()), GatherOrder(self._limit))
-        self._pass.begin()
+        if trains and self._limit is None and not self._trial.is_over:
+            self._trial.begin(self._pass.find_comm())
+        self._pass.begin(self._trial.overlaps)
 
     def end_forward(self) -> None:
         """It ends."""
@@ -384,7 +439,7 @@ class ParameterPrefetcher:
         number = backward_pass_number()
         if number not in self._sums:
             if not self._sums:
-                self._backward.begin()
+                self._backward.begin(self._trial.overlaps)
             self._sums[number] = deque()
             on_backward_end(partial(self._end_backward, number))
         _active.backward = weakref.ref(self)
@@ -397,6 +452,8 @@ class ParameterPrefetcher:
             self._backward.end()
         for pending in left:
             pending.accumulate()
+        if not self._sums:
+            self._trial.end()
 
     def sum_later(self, edges: Sequence[tuple[Any, int]], move: Move, grad: Tensor) -> bool:
         """Start summing a gradient for the leaf behind a node's only edge; whether that is possible."""
@@ -411,6 +468,8 @@ class ParameterPrefetcher:
         if not may_go_beside(move):
             return False
         self._enter_backward()
+        if not self._trial.overlaps:
+            return False
         pending = self._sums[backward_pass_number()]
         if grad.nbytes < LEAST_BYTES and not pending and self._limit is None:
             return False
