@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import from_local
+from shardwise import from_local, sync
 from shardwise.comm import CommError, ProcessGroupComm, default_comm
 from shardwise.comm.transports import host_memory as same_host
 from shardwise.comm.transports.hosts import SeveralHostsEngine
 from shardwise.geometry import parse_spec
+from shardwise.geometry.state_map import BlockScale
+from shardwise.sync.plan import quantize_blocks
 from shardwise.testing.network_hosts import NetworkHosts, why_no_network_hosts
 from shardwise.transfer import Topology, plan_transfer
 from tests.world import PATIENT, ForkedHostsWorld, Ranks, set_up_comm
@@ -146,6 +148,38 @@ def test_the_fewest_bytes_pass_the_link(
     sent = [now - then for now, then in zip(hosts.bytes_sent(), already, strict=True)]
     for one in sent:
         assert bound / 2 <= one < bound / 2 * OVERHEAD + 50_000, (sent, bound)
+
+
+def push_to_the_other_host(address: str, codes: bool) -> int:
+    """The ranks of the first host publish rows, both of the second want all of them; what this rank has read."""
+    comm, value = default_comm(), (torch.arange(1 << 20) % 251).float().view(SHAPE)
+    ours = comm.subset([0, 1] if comm.rank < 2 else [2, 3])
+    options: dict[str, Any] = {"token": "of the test of hosts", "deadline": PATIENT, "comm": ours}
+    if comm.rank < 2:
+        rows = from_local(value.chunk(2)[comm.rank].clone(), "on x=2: S(0)", SHAPE, comm=ours)
+        with sync.publish({"w": rows}, address, **options) as link:
+            link.push(1)
+            comm.barrier(label="read")
+        return 0
+    served = {"w": torch.zeros(SHAPE)}
+    if codes:
+        served = {"w": torch.zeros(SHAPE, dtype=torch.float8_e4m3fn), "s": torch.zeros(8, 8)}
+        options["names"] = lambda types: sync.StateMap.identity(types).quantize("w", "s", (128, 128))
+    with sync.subscribe(served, address, **options) as link:
+        assert link.pull() == 1, link.problem
+        comm.barrier(label="read")
+        made = quantize_blocks(value, BlockScale("s", (128, 128)), torch.float8_e4m3fn)[0] if codes else value
+        assert torch.equal(served["w"].view(torch.uint8), made.view(torch.uint8))
+        return link.read_bytes
+
+
+@pytest.mark.parametrize(("codes", "nbytes"), [(False, 4 << 20), (True, (1 << 20) + 256)])
+def test_weights_pass_the_link_once(world: Ranks, hosts: NetworkHosts, codes: bool, nbytes: int) -> None:
+    already = hosts.bytes_sent()[0]
+    read = world.run(push_to_the_other_host, f"tcp://{hosts.addresses[0]}:{29610 + codes}", codes)
+    sent = hosts.bytes_sent()[0] - already
+    assert sum(read) == nbytes and min(read[2:]) > nbytes / 4
+    assert nbytes <= sent < nbytes * OVERHEAD + 100_000
 
 
 def new_comm(timeout: float = TIMEOUT) -> ProcessGroupComm:
