@@ -4,6 +4,7 @@
 2. Links and products of 4 ranks are measured; the best plan on all meshes of 4 ranks is found with them. Its step and
    those of twelve plans by hand take turns in another world: forward and backward, eager. Where ranks share cores with
    other programs, the clock of a step varies by more than plans do: the processor time of all ranks tells them apart.
+3. Estimates of Llama 3 beside steps that others have published.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from bench.report import Cell, Figures
 from shardwise import Mesh, ModelPlan, shard_module
 from shardwise.comm import LocalWorld, default_comm
 from shardwise.nn.plan_files import plan_from_data
-from shardwise.planner import AutoPlanner, sweep
+from shardwise.planner import AutoPlanner, estimate, sweep
 from shardwise.planner.calibrate import calibrate
+from shardwise.transfer import Link, Topology
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,13 @@ AIMS = {8: "8 s", 32: "40 s, 2 GiB"}
 
 
 class LlamaBlock(nn.Module):
-    """A block with 32 heads, 8 of keys and values, width 4,096."""
+    """A block with heads of 128, 8 of keys and values."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.norms = nn.ModuleDict({name: nn.RMSNorm(width) for name in ("attention", "mlp")})
         self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(width, width // 4, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, 1024, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, width, bias=False)
 
@@ -78,13 +80,14 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Embedding, blocks, head."""
+    """Embedding, blocks, head; a `stage` in the middle of a pipeline has blocks alone."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, width: int = 4096, inner: int = 14_336, stage: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(128_256, 4096)
-        self.blocks = nn.ModuleList(LlamaBlock(4096, 14_336) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(4096), nn.Linear(4096, 128_256, bias=False)
+        self.embed = nn.Identity() if stage else nn.Embedding(128_256, width)
+        self.blocks = nn.ModuleList(LlamaBlock(width, inner) for _ in range(layers))
+        self.norm = nn.Identity() if stage else nn.RMSNorm(width)
+        self.head = nn.Identity() if stage else nn.Linear(width, 128_256, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -94,8 +97,8 @@ class Llama(nn.Module):
 
 
 def run(sizes: AutoplanBenchSizes) -> list[Figures]:
-    """The tables: searches, and steps."""
-    return [_search_table(sizes), _step_table(sizes)]
+    """The tables: searches, steps, and published steps."""
+    return [_search_table(sizes), _step_table(sizes), _published_table(sizes)]
 
 
 def _search_table(sizes: AutoplanBenchSizes) -> Figures:
@@ -122,6 +125,48 @@ def search(layers: int) -> None:
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     figures |= {"processor": time.process_time(), "memory": memory, "step": finding.estimate.step_seconds}
     print(json.dumps(figures))
+
+
+A100S = Topology(8, within=Link(3e-6, 300e9, 0.5e-6), between=Link(1e-5, 25e9))
+H100S = Topology(8, within=Link(3e-6, 450e9, 0.5e-6), between=Link(1e-5, 50e9))
+TITAN_A100, TITAN_H100 = "torchtitan, docs/performance.md", "torchtitan, benchmarks/llama3_h100_202412"
+FULLY_SHARDED: tuple[tuple[str, tuple[int, int, int], int, int, str, Topology, float, str], ...] = (
+    ("8B", (32, 4096, 14_336), 64, 1, "a100", A100S, 2973, TITAN_A100),
+    ("70B", (80, 8192, 28_672), 64, 1, "a100", A100S, 331, TITAN_A100),
+    ("8B", (32, 4096, 14_336), 8, 2, "h100", H100S, 6667, TITAN_H100),
+    ("8B", (32, 4096, 14_336), 128, 2, "h100", H100S, 6514, TITAN_H100),
+)
+STAGES, MICRO_BATCHES, LAYERS_OF_STAGE = 16, 32, 126 / 16
+
+
+def _published_table(sizes: AutoplanBenchSizes) -> Figures:
+    """Steps of Llama 3 in bf16 with sequences of 8,192 as others have measured them, and estimates."""
+    rows: list[list[Cell]] = []
+    few = sizes.plans == 1
+    for name, (layers, width, inner), ranks, batch, device, links, measured, source in FULLY_SHARDED[: 1 if few else 4]:
+        with torch.device("meta"):
+            net = Llama(1 if few else layers, width, inner)
+        split = {parameter: "S(0)" for parameter, p in net.named_parameters() if p.ndim > 1}
+        plan = ModelPlan(Mesh.of(dp=ranks), split, input_plan="dp: S(0)", reshard_after_forward=True)
+        inputs = (torch.zeros(batch, 8192, dtype=torch.long, device="meta"),)
+        for again in (False, True):
+            found = estimate(net, plan, inputs=inputs, dtype="bf16", device=device, topology=links, again=again)
+            speed = found.tokens / found.step_seconds / ranks
+            what = f"{name} on {ranks} {device}, fully sharded, {batch} x 8192 a rank"
+            rows.append([what, "all" if again else "nothing", speed, 100 * found.utilisation, measured, source])
+    with torch.device("meta"):
+        net = Llama(1 if few else 8, 16_384, 53_248, stage=True)
+    split = {"blocks.*.{q,k,v,gate,up}.weight": "tp: S(0)", "blocks.*.{o,down}.weight": "tp: S(1)"}
+    inputs = (torch.zeros(1, 8192, 16_384, dtype=torch.bfloat16, device="meta"),)
+    plan = ModelPlan(Mesh.of(tp=8), split, input_plan="replicated")
+    found = estimate(net, plan, inputs=inputs, dtype="bf16", device="h100", topology=H100S, optimizer="none")
+    idle = (STAGES - 1) / MICRO_BATCHES / LAYERS_OF_STAGE  # of an interleaved schedule, a layer at a time
+    speed = 8192 * STAGES * MICRO_BATCHES / (found.step_seconds * MICRO_BATCHES * (1 + idle)) / (8 * STAGES)
+    speed *= len(net.blocks) / (LAYERS_OF_STAGE * STAGES)
+    what = "405B, one stage of pp=16 on tp=8 h100, 32 micro-batches of 8192"
+    rows.append([what, "nothing", speed, 100 * found.utilisation / (1 + idle), None, "Llama 3 paper: MFU 43 %, 41 %"])
+    columns = ["step", "computed again", "tokens/s per GPU", "MFU, %", "published tokens/s", "source"]
+    return Figures("Llama 3: estimates beside what was published", columns, rows)
 
 
 def make_plans() -> dict[str, ModelPlan]:

@@ -351,6 +351,18 @@ def test_a_served_plan_is_edited(browser: Browser) -> None:
         browser.wait_for("document.querySelector('[data-card=parameters] tbody').textContent.includes('R, R')")
 
 
+def test_the_best_plan_is_searched_for(browser: Browser) -> None:
+    with served(browser, plan_target(PLAN)):
+        browser.fill("input[data-name=mesh]", "dp=4")
+        browser.click("[aria-label='Remove blocks.*.0.weight']")
+        browser.click("[aria-label='Remove blocks.*.2.weight']")
+        browser.click(".settings button[type=button]")
+        browser.wait_for("document.querySelector('[data-name=found]')")
+        assert browser.text("[data-name=found]").startswith("plan0.toml: objective ")
+        assert "dp=4" in browser.text(".figures")
+        assert browser.texts(".settings button") == ["Estimate", "Autoplan"]
+
+
 def test_modules_are_a_tree_and_parameters_a_table(browser: Browser, tmp_path: Path) -> None:
     open_file(browser, plan_target(PLAN), tmp_path)
     assert browser.run("return document.querySelector('[data-card=editor]')") is None

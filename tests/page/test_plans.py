@@ -19,6 +19,7 @@ from shardwise.page.document import facts_to_json
 from shardwise.page.facts import read_trace, step_facts
 from shardwise.page.plan_facts import SETTINGS, PlanTarget, bytes_by_rank, plan_facts
 from shardwise.planner import Estimate, ParameterRow, estimate
+from shardwise.planner.estimate import count_batches
 from shardwise.transfer import Topology, plan_transfer
 
 PLAN = {
@@ -82,6 +83,21 @@ def test_an_edited_plan_is_estimated_again() -> None:
     assert after["plans"][0]["parameter_bytes"] < before["parameter_bytes"] / 2
     whole = target.answer({"plans": [{**PLAN, "parameters": {}}]})["plans"][0]
     assert whole["parameter_bytes"] == (64 * 256 * 2 + 256) * 4
+
+
+def test_the_best_plan_takes_the_place_of_the_last() -> None:
+    """Not about: 2 sequences of each of 2 batches are 4 of all ranks, however the plan that is found cuts them."""
+    target = target_of(PLAN)
+    facts = target.answer({"autoplan": True})
+    plan = facts["plans"][0]
+    found = plan_from_data(plan["data"])
+    assert facts["found"].startswith("0.toml: objective ") and plan["mesh"] == "dp=2,tp=2"
+    assert facts["settings"]["batch"] * count_batches(found) == 4
+    assert plan["step_seconds"] <= target.facts()["plans"][0]["step_seconds"]
+    facts = target_of(PLAN, OTHER).answer({"autoplan": True})
+    assert facts["plans"][0]["data"] == plan_from_data(PLAN).to_data() and facts["plans"][1]["mesh"] == "dp=4"
+    with pytest.raises(ValueError, match="no plan of Sequential on dp=2,tp=2 fits in"):
+        target_of(PLAN).answer({"autoplan": True, "settings": {"batch": 1 << 24, "sequence": 4096}})
 
 
 def test_only_what_was_edited_is_estimated_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,15 +18,17 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from shardwise._torch import pytree
 from shardwise.geometry import LayoutError, TensorType, parse_layout
 from shardwise.nn import ModelPlan, PlanError, load_plan, plan_from_data
 from shardwise.nn.plan import to_toml
 from shardwise.page.facts import shorten
-from shardwise.planner import DEVICES, OPTIMIZERS, Estimate, ParameterRow, estimate
-from shardwise.planner.estimate import batch_for
-from shardwise.planner.rehearsal import Inputs, load_model
+from shardwise.planner import DEVICES, OPTIMIZERS, AutoPlanner, Estimate, FoundPlan, ParameterRow, estimate
+from shardwise.planner.estimate import batch_for, count_batches
+from shardwise.planner.rehearsal import Inputs, load_model, make_inputs
 from shardwise.transfer import Topology
 from shardwise.transfer.transfer import plan_state
 
@@ -136,6 +138,7 @@ def _read_layout(text: str) -> TensorType:
 
 
 MOST_KNOWN = 16
+SEARCH_SECONDS = 20.0
 SETTINGS: dict[str, Any] = {
     "batch": 8,
     "sequence": 4096,
@@ -192,7 +195,8 @@ class PlanTarget:
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Other plans or settings: `plans` is a list of plans as data, `settings` has some of `SETTINGS`.
 
-        With `toml`, a plan as data: the text of its file.
+        With `autoplan` the last plan is replaced by the best one on its mesh. With `toml`, a plan as data: the text of
+        its file.
         """
         if "toml" in question:
             return {"toml": to_toml(plan_from_data(question["toml"], "the plan").to_data())}
@@ -201,7 +205,27 @@ class PlanTarget:
             raise ValueError(f"the page shows {len(self.plans)} plans, got {len(given)}")
         names = [name for name, _ in self.plans]
         plans = tuple((name, plan_from_data(data, name)) for name, data in zip(names, given, strict=True))
-        return replace(self, plans=plans, settings=read_settings(question.get("settings", {}), self.settings)).facts()
+        settings = read_settings(question.get("settings", {}), self.settings)
+        other = replace(self, plans=plans, settings=settings)
+        if not question.get("autoplan"):
+            return other.facts()
+        found = other._search()
+        last = (plans[-1][0], plan_from_data(found.to_data(), plans[-1][0]))
+        if len(plans) == 1:  # the same batch of all ranks together
+            settings["batch"] = batch_for(found, settings["batch"] * count_batches(plans[0][1]))
+        facts = replace(other, plans=(*plans[:-1], last), settings=settings).facts()
+        return {**facts, "found": f"{last[0]}: {found.finding.certificate}"}
+
+    def _search(self) -> FoundPlan:
+        """The best plan on the mesh of the last one, for the batch of all ranks together under the first one."""
+        settings, count = self.settings, count_batches(self.plans[0][1])
+        named = {name: settings[name] for name in ("optimizer", "device")}
+        named |= {name: settings[name] or None for name in ("dtype", "compute_dtype")}
+        topology = Topology(int(settings["ranks_per_host"]))
+        planner = AutoPlanner(self.plans[-1][1].mesh, topology=topology, time_limit=SEARCH_SECONDS, **named)
+        one = make_inputs(self.model, settings["batch"], settings["sequence"]) if self.inputs is None else self.inputs
+        every = pytree.tree_map_only(Tensor, lambda t: torch.cat([t] * count) if t.ndim else t, one)
+        return planner.plan(self.model, every, sequence=settings["sequence"])
 
 
 def open_plans(paths: Sequence[str], source: str, settings: Mapping[str, Any]) -> PlanTarget:

@@ -222,7 +222,7 @@ class Estimate:
     @property
     def sequences(self) -> int:
         """The sequences of all ranks' batches together."""
-        return self.batch * _count_batches(plan_from_data(dict(self.plan), "plan"))
+        return self.batch * count_batches(plan_from_data(dict(self.plan), "plan"))
 
     @property
     def exposed_seconds(self) -> float:
@@ -552,7 +552,7 @@ def estimate(
         moves=moves.listed,
         traffic=moves.by_axis if rehearsal is not None else _traffic_by_axis(plan, parameters, rank),
         peak_bytes=_find_peak(rehearsal, rows, moves.largest_bytes),
-        tokens=tokens * _count_batches(plan),
+        tokens=tokens * count_batches(plan),
         dtype=widest.name,
         compiled=compiled,
         notes=_find_notes(model, plan) if isinstance(model, nn.Module) else (),
@@ -706,7 +706,7 @@ def batch_for(plan: ModelPlan, sequences: int) -> int:
     >>> batch_for(ModelPlan(Mesh.of(dp=4, tp=2), {}, input_plan="dp: S(0)"), 32)
     8
     """
-    count = _count_batches(plan)
+    count = count_batches(plan)
     if sequences % count:
         raise PlanError(
             f"{sequences} sequences in all are not divided by the {count} batches of the plan on {plan.mesh}; use a "
@@ -715,7 +715,7 @@ def batch_for(plan: ModelPlan, sequences: int) -> int:
     return sequences // count
 
 
-def _count_batches(plan: ModelPlan) -> int:
+def count_batches(plan: ModelPlan) -> int:
     """How many different batches the ranks pass in: all along axes that cut the batch."""
     if plan.input_placements is None:
         return math.prod(plan.mesh.shape)

@@ -9,28 +9,35 @@ export function createPlanEditor(facts, onanswer) {
   const settings = settingFields(facts);
   const error = element("pre", { class: "error", role: "alert", hidden: true });
   const submit = element("button", { type: "submit", class: "main" }, "Estimate");
+  const search = element("button", { type: "button", title: "The plan of the shortest step that fits" }, "Autoplan");
   const form = element(
     "form",
     { "aria-label": "The plan" },
     element("div", { class: "pair" }, ...editors.map((editor) => editor.node)),
-    element("div", { class: "controls settings" }, ...settings.nodes, submit),
+    element("div", { class: "controls settings" }, ...settings.nodes, submit, search),
+    ...(facts.found ? [element("p", { class: "note", "data-name": "found" }, facts.found)] : []),
     error,
   );
-  form.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    submit.disabled = true;
-    submit.textContent = "Estimating…";
+  const send = async (button, busy, more) => {
+    const label = button.textContent;
+    submit.disabled = search.disabled = true;
+    button.textContent = busy;
     try {
-      onanswer(await ask({ plans: editors.map((editor) => editor.read()), settings: settings.read() }));
+      onanswer(await ask({ plans: editors.map((editor) => editor.read()), settings: settings.read(), ...more }));
     } catch (problem) {
       error.textContent = problem.message;
       error.hidden = false;
       announce(problem.message);
     } finally {
-      submit.disabled = false;
-      submit.textContent = "Estimate";
+      submit.disabled = search.disabled = false;
+      button.textContent = label;
     }
+  };
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    send(submit, "Estimating…", {});
   });
+  search.addEventListener("click", () => send(search, "Searching…", { autoplan: true }));
   return element("section", { class: "card", "aria-label": "Change the plan", "data-card": "editor" }, form);
 }
 
