@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from bench.op_samples import AUXILIARY, _is_usable, _RandomOpDetector, _run_quietly, backward
+from bench.op_samples import (
+    AUXILIARY,
+    Arguments,
+    _is_usable,
+    _RandomOpDetector,
+    _run_quietly,
+    backward,
+    edges_of,
+)
 from bench.op_trials import CLEAR
 from shardwise import CommError, Mesh, MeshSpec, Partial, Replicate, Shard, ShardedTensor, from_local, shard
 from shardwise.comm import Comm
@@ -27,12 +35,13 @@ from tools.fuzz.values import difference
 RIGHT, REFUSED, UNCLEAR, WRONG = KINDS = ("right", "refused", "unclear", "wrong")
 RANKS = 2
 DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.bfloat16)
+EDGE_DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool)  # at edges rounding must not hide anything
 LAYOUTS = ("R", "S(0)", "S(-1)", "P", "uneven")  # R first: what splits nothing counts as R
 WITHOUT_SUMS = (torch.bool, torch.uint16, torch.uint32, torch.uint64)  # torch does not add them, or not all of them
 FURTHER = 8  # samples looked at beyond those that are used
 CALL, IN_PLACE, OUT = "call", "in place", "out="
-NEAR = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.bfloat16: 5e-2}
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+DRAWN = "as drawn"  # by torch, which avoids edges
+NEAR = {torch.bfloat16: 5e-2, torch.float64: 1e-9, torch.complex128: 1e-9}
 Place = Callable[[Tensor], Tensor]
 
 
@@ -48,10 +57,11 @@ class Call:
     arguments: Arguments
     gradients: bool
     first_only: bool
+    values: str = DRAWN
 
     @property
     def label(self) -> str:
-        return f"{self.operator} {str(self.dtype).removeprefix('torch.')} #{self.number} {self.form}"
+        return f"{self.operator} {str(self.dtype).removeprefix('torch.')} #{self.number} {self.values} {self.form}"
 
 
 @dataclass(frozen=True)
@@ -66,21 +76,26 @@ def name_of(op: Any) -> str:
     return f"{op.name} {op.variant_test_name}".strip()
 
 
-def calls(op: Any, samples: int) -> Iterator[tuple[Call, Answer]]:
-    """The calls of an operator and what each gives on whole tensors; random ones and those that fail are left out."""
+def calls(op: Any, samples: int, edges: bool = False) -> Iterator[tuple[Call, Answer]]:
+    """The calls of an operator and what each gives on whole tensors; random ones and those that fail are left out.
+
+    With `edges` the samples have other values and lengths (`edges_of`) instead of those that torch draws.
+    """
     forms = {CALL: op.op, IN_PLACE: op.get_inplace(), OUT: op.op if op.supports_out else None}
-    for dtype in DTYPES:
+    for dtype in EDGE_DTYPES if edges else DTYPES:
         if dtype not in op.supported_dtypes("cpu"):
             continue
         gradients = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
         drawn = _run_quietly(partial(_samples, op, dtype, gradients, samples))
-        for number, arguments in enumerate(filter(_is_usable, drawn or ())):
-            for form, function in forms.items():
-                taped = gradients and form == CALL
-                call = Call(name_of(op), dtype, number, form, function, arguments, taped, op.name in AUXILIARY)
-                wanted = _run_quietly(partial(_expected, call)) if function is not None else None
-                if wanted is not None:
-                    yield call, wanted
+        for number, sample in enumerate(filter(_is_usable, drawn or ())):
+            for values, arguments in edges_of(sample, dtype) if edges else [(DRAWN, sample)]:
+                for form, function in forms.items():
+                    taped = gradients and form == CALL
+                    auxiliary = op.name in AUXILIARY
+                    call = Call(name_of(op), dtype, number, form, function, arguments, taped, auxiliary, values)
+                    wanted = _run_quietly(partial(_expected, call)) if function is not None else None
+                    if wanted is not None:
+                        yield call, wanted
 
 
 def _samples(op: Any, dtype: torch.dtype, gradients: bool, count: int) -> list[Arguments]:
@@ -214,6 +229,7 @@ class Ending:
     layout: str
     kind: str
     text: str = ""
+    values: str = DRAWN
 
 
 def end(call: Call, wanted: Answer, layout: str, place: Place, whole: Callable[[Any], Any]) -> Ending:
@@ -224,7 +240,7 @@ def end(call: Call, wanted: Answer, layout: str, place: Place, whole: Callable[[
     except CommError:
         raise
     except CLEAR as error:
-        return Ending(*row, REFUSED, str(error))
+        return Ending(*row, REFUSED, str(error), call.values)
     except Exception as error:
-        return Ending(*row, UNCLEAR, f"{type(error).__name__}: {error}")
-    return Ending(*row, RIGHT) if problem is None else Ending(*row, WRONG, problem)
+        return Ending(*row, UNCLEAR, f"{type(error).__name__}: {error}", call.values)
+    return Ending(*row, RIGHT if problem is None else WRONG, problem or "", call.values)

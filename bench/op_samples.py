@@ -1,6 +1,8 @@
 """Which calls are tried? Samples of torch's own operator database, laid out in a few fixed ways, and what they give.
 
-1. Each operator gives its first few samples, in float64 where it has it.
+1. Each operator gives its first few samples, in float64 where it has it. With edges: also with other values in their
+   tensors (zeros of both signs, ties, infinities, nan, integers at the limits), and with a length of 0, 1 or 3 in place
+   of their largest.
 2. A way lays out every tensor of a sample over two ranks: along its first dim, along its last, or mixed, by a checksum.
 3. The same call on whole tensors gives the values, and gradients where the operator has them, to compare with.
 """
@@ -47,7 +49,81 @@ AUXILIARY = (
     "_native_batch_norm_legit",
     "_batch_norm_with_update",
 )
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+INF, NAN = float("inf"), float("nan")
 NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted", "new_empty_strided")
+
+
+def _pick(like: Tensor, *values: float) -> Tensor:
+    """A tensor like another one of some values, each drawn about as often."""
+    drawn = torch.randint(len(values), like.shape, generator=torch.Generator().manual_seed(like.numel()))
+    kind = like.dtype if not (like.is_floating_point() or like.is_complex()) else torch.float64
+    return torch.tensor(values, dtype=kind)[drawn].to(like.dtype)
+
+
+def _pick_limits(like: Tensor) -> Tensor:
+    limits = torch.iinfo(like.dtype)
+    return _pick(like, limits.min, limits.max, 0, 1, limits.max - 1, limits.min + 1)
+
+
+EDGES: dict[str, Callable[[Tensor], Tensor]] = {  # of floating point and complex tensors
+    "zeros": torch.zeros_like,
+    "ties": lambda x: _pick(x, -1.0, 0.0, 1.0),
+    "zeros of both signs": lambda x: _pick(x, 0.0, -0.0, 1.0),
+    "large": lambda x: x * 1e5,
+    "tiny": lambda x: x * 1e-7,
+    "infinities": lambda x: _pick(x, INF, -INF, 0.0, 1.0, -1.0),
+    "nan": lambda x: _pick(x, NAN, 0.0, 1.0, -1.0, 2.0),
+}
+WHOLE_EDGES: dict[str, Callable[[Tensor], Tensor]] = {  # of integers; of booleans all but the last
+    "zeros": torch.zeros_like,
+    "ties": lambda x: _pick(x, 0, 1),
+    "ones": torch.ones_like,
+    "limits": _pick_limits,
+}
+LENGTHS = {"length 0": 0, "length 1": 1, "length 3": 3}
+
+
+def change_values(arguments: Arguments, dtype: torch.dtype, name: str) -> Arguments | None:
+    """A sample with the values of an edge in its tensors of the dtype; None if there are none or they stay as they are.
+
+    Of integers the first tensor alone is changed: others are indices, as a rule.
+    """
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    change = (WHOLE_EDGES if whole else EDGES).get(name)
+    if change is None or (dtype == torch.bool and name == "limits"):
+        return None
+    leaves, tree = pytree.tree_flatten(arguments)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    chosen = [i for i in (places[:1] if whole else places) if leaves[i].dtype == dtype and leaves[i].numel()]
+    for place in chosen:
+        leaf = leaves[place]
+        leaves[place] = change(leaf.detach()).requires_grad_(leaf.requires_grad)
+    return pytree.tree_unflatten(leaves, tree) if chosen else None
+
+
+def change_length(arguments: Arguments, length: int) -> Arguments | None:
+    """A sample in which the largest length of its tensors is another one, wherever it appears; None if it is that."""
+    leaves, tree = pytree.tree_flatten(arguments)
+    longest = max((n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape), default=0)
+    if longest <= length:
+        return None
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            for dim, size in enumerate(leaf.shape):
+                leaf = leaf.narrow(dim, 0, length) if size == longest else leaf
+            leaves[place] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return pytree.tree_unflatten(leaves, tree)
+
+
+def edges_of(arguments: Arguments, dtype: torch.dtype) -> Iterator[tuple[str, Arguments]]:
+    """A sample at every edge that there is for it, by name."""
+    for name in dict.fromkeys((*EDGES, *WHOLE_EDGES)):
+        if (changed := change_values(arguments, dtype, name)) is not None:
+            yield name, changed
+    for name, length in LENGTHS.items():
+        if (changed := change_length(arguments, length)) is not None:
+            yield name, changed
 
 
 @dataclass(frozen=True)
@@ -56,7 +132,7 @@ class OpTrial:
 
     name: str
     function: Callable[..., Any]
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: Arguments
     way: int
     inplace: bool
     gradients: bool
@@ -71,7 +147,7 @@ class OpTrial:
         drawn = zlib.crc32(f"{self.name} {number}".encode()) % (tensor.ndim + 1)
         return None if drawn == tensor.ndim else drawn
 
-    def placed(self, place: Callable[[Tensor, int | None], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def placed(self, place: Callable[[Tensor, int | None], Tensor]) -> Arguments:
         """The arguments with each tensor put in its place, as a new leaf."""
         leaves, tree = pytree.tree_flatten(self.arguments)
         number = 0
@@ -82,7 +158,7 @@ class OpTrial:
                 number += 1
         return pytree.tree_unflatten(leaves, tree)
 
-    def call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Any, list[Tensor]]:
+    def call(self, arguments: Arguments) -> tuple[Any, list[Tensor]]:
         """What the call gives, and the tensors that went in."""
         tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         with torch.set_grad_enabled(self.gradients):

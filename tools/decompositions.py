@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -23,12 +23,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise.ops  # noqa: F401  # registers the rules
-from bench.op_samples import operators
+from bench.op_samples import EDGES, INF, operators
 from shardwise._torch import aten, decomposition_table, is_composite, operator_names
 from shardwise.ops.engine import find_fallback
 from shardwise.ops.rule import OperatorCall, find_rule, is_pointwise, split_call
 
-INF, NAN = float("inf"), float("nan")
 SAMPLES = 5
 DATABASE = {  # entries of the database that call such operators: to try all of them takes minutes
     "_batch_norm_with_update",
@@ -190,27 +189,10 @@ def _own_arguments() -> list[tuple[Any, ...]]:
     ]
 
 
-def _pick(like: Tensor, *values: float) -> Tensor:
-    drawn = torch.randint(len(values), like.shape, generator=torch.Generator().manual_seed(like.numel()))
-    return torch.tensor(values, dtype=torch.float64)[drawn].to(like.dtype)
-
-
-EDGES: dict[str, Callable[[Tensor], Tensor]] = {
-    "as they are": lambda x: x,
-    "zeros": torch.zeros_like,
-    "ties": lambda x: _pick(x, -1.0, 0.0, 1.0),
-    "zeros of both signs": lambda x: _pick(x, 0.0, -0.0, 1.0),
-    "large": lambda x: x * 1e5,
-    "tiny": lambda x: x * 1e-7,
-    "infinities": lambda x: _pick(x, INF, -INF, 0.0, 1.0, -1.0),
-    "nan": lambda x: _pick(x, NAN, 0.0, 1.0, -1.0, 2.0),
-}
-
-
 def compare(call: OperatorCall) -> dict[str, str]:
     """On which values the decomposition of a call differs from the operator, and in what."""
     found = {}
-    for name, change in EDGES.items():
+    for name, change in {"as they are": lambda x: x, **EDGES}.items():
         values = [change(t) if _is_number(t) else t for t in call.tensors]
         expected = _run(call.op, call, values)
         if expected is None:

@@ -492,3 +492,62 @@ def test_a_value_that_changes_on_one_rank_is_an_error_on_all() -> None:
     one, other = ranks(body)
     assert "rank 1: 'compile'" in one and "rank 1: 'compile'" in other
     assert "rank 1 traces again, since name options.scale is 3.0, was 2.0" in other
+
+
+def use_what_is_added_to(pending: Any) -> Any:
+    made = pending * 1
+    first = made.exp()  # sums it
+    made.mul_(2)
+    return first + made.exp()
+
+
+def write_by_out(pending: Any) -> Any:
+    made = pending * 1
+    first = made * made
+    torch.add(made, made, out=made)
+    return first - made * made
+
+
+def write_to_an_argument(pending: Any) -> Any:
+    first = pending.relu()
+    pending.neg_()
+    return first + pending.relu()
+
+
+@pytest.mark.parametrize("program", [use_what_is_added_to, write_by_out, write_to_an_argument])
+def test_a_sum_is_not_used_again_after_a_write(program: Callable[..., Any]) -> None:
+    def body(comm: Comm) -> None:
+        run = compile_quietly(program)
+        for seed in (0, 0, 1):
+            given = [shardwise.from_local([numbers(3, seed=seed)], "on tp=2: P(sum)", (3,)) for _ in range(2)]
+            assert_close(run(given[0]).full(), program(given[1]).full())
+            assert_close(given[0].full(), given[1].full())
+
+    ranks(body, warns=True)
+
+
+def return_a_view_of_before(x: Any) -> Any:
+    view = x.view(8, 16)
+    x.add_(1)
+    return view
+
+
+def return_a_view(x: Any) -> Any:
+    return x.view(8, 16)
+
+
+@pytest.mark.parametrize("program", [return_a_view_of_before, return_a_view])
+def test_views_that_are_copies_are_out_of_date_as_without_a_graph(program: Callable[..., Any]) -> None:
+    """What a graph returns is not known to be a copy, and would be read after a write as if it were not."""
+
+    def body(comm: Comm) -> str:
+        run = compile_quietly(program)
+        for _ in range(2):
+            x = lay("on tp=2: S(2) each 2 unit(2)", 8, 4, 4)
+            view = run(x)
+            x.add_(1)
+            with pytest.raises(RuntimeError, match="which was written to since, so it is out of date"):
+                view.full()
+        return str(run.explain())
+
+    assert all("a view" in text for text in ranks(body, warns=True))

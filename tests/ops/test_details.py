@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import Comm, Partial, Replicate, Shard, ShardedTensor, run_local
+from shardwise import Comm, Partial, Replicate, Shard, ShardedTensor, from_local, run_local
 from shardwise.ops import explain, no_communication
 from shardwise.ops.discovery import find_recombinations, widen_dtype
 from shardwise.ops.registration import CONDITIONS, SHIFTS
@@ -150,3 +150,22 @@ def test_parts_of_another_dtype_are_not_the_whole() -> None:
     assert find_recombinations([whole[None], whole[None]], whole, None) == set()
     assert Partial("sum") in find_recombinations([whole / 2, whole / 2], whole, None)
     assert Shard(0) in find_recombinations([whole[:2], whole[2:]], whole, [2, 2])
+
+
+@pytest.mark.parametrize("op", ["max", "min", "sum", "avg", "product"])
+def test_a_pending_tensor_is_converted_only_to_what_its_reduction_is_defined_for(op: str) -> None:
+    """Complex numbers have no largest one, and booleans no sum."""
+
+    def body(comm: Comm) -> None:
+        values = [torch.tensor([2.0, -1.0, 0.0]) + rank for rank in range(2)]
+        pending = from_local([values[comm.rank]], f"on tp=2: P({op})", (3,))
+        whole = pending.full()
+        for dtype in (torch.complex64, torch.bool, torch.int64, torch.float64, torch.bfloat16):
+            try:
+                converted = pending.to(dtype)
+            except ValueError as error:
+                assert "do not yield the converted value" in str(error)
+                continue
+            torch.testing.assert_close(converted.full(), whole.to(dtype))
+
+    run_local(body, 2, timeout=60)

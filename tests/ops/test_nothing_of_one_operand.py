@@ -320,3 +320,44 @@ def test_hooks_of_leaves_run_in_one_order_on_ranks_that_hold_nothing_of_them() -
         torch.testing.assert_close(x.grad.full(), 2 * values().sum(0) * values().sum())
 
     run_local(body, 3, timeout=60)
+
+
+ALIKE: dict[str, Callable[[Any], Any]] = {
+    "product along": lambda x: x.prod(1),
+    "product along the parts": lambda x: x.prod(0, keepdim=True),
+    "product": lambda x: x.prod(),
+    "running product": lambda x: x.cumprod(1),
+    "running maximum": lambda x: x.cummax(1).values,
+    "running minimum": lambda x: x.cummin(-1).values,
+    "trace": lambda x: x.select(1, 0).trace(),
+    "convolution": lambda x: F.conv_transpose1d(x, x[:1] * 1, x[0, :, 0]),
+    "product of nothing": lambda x: x[:0, 0] @ x[:0, 0].t(),
+    "a vector added": lambda x: torch.addmv(x[:1, 0, 0], x[:, 0], x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("place", ["on tp=3: S(0)", "on tp=2 @ 0,2: S(0)", "on one=1 @ 1: R", "as chunk(0) over 0,2"])
+@pytest.mark.parametrize("name", ALIKE)
+def test_gradients_are_on_the_tape_of_all_ranks_or_none(name: str, place: str) -> None:
+    """Torch leaves out of the tape what is constant for no elements, for a dim of length 1, or for these values."""
+    program = ALIKE[name]
+
+    def differentiate(x: Any, power: int) -> tuple[bool, list[Any]]:
+        (grad,) = torch.autograd.grad((program(x * 1) ** power).sum(), x, create_graph=True)
+        taped: bool = grad.requires_grad
+        second = torch.autograd.grad((grad * grad).sum(), x, allow_unused=True)[0] if taped else None
+        return taped, [grad.detach(), second]
+
+    def body(comm: Comm, values: Tensor, power: int) -> bool:
+        expected = differentiate(values.clone().requires_grad_(), power)[1]
+        taped, found = differentiate(sw.shard(values, place).requires_grad_(), power)
+        for one, other in zip(found, expected, strict=True):
+            if one is not None:
+                torch.testing.assert_close(one.full(), torch.zeros_like(values) if other is None else other.detach())
+        return taped
+
+    for shape in ((2, 1, 2), (2, 1, 1), (1, 1, 1)):
+        for start in (1.5, 0.0):
+            values = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).reshape(shape) + start
+            for power in (1, 3):
+                assert len(set(run_local(body, 3, values, power, timeout=60))) == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import Mesh, run_local
+from shardwise import Mesh, run_local, shard
 from shardwise.comm import Comm
 from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.dense import check_op, lay, placements_of, ramp
@@ -78,3 +78,31 @@ def test_out_of_functions_that_have_an_answer_of_their_own() -> None:
 
     rooms = [torch.zeros(4, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)]
     check_op(call, ramp(4, 4, grad=False), *rooms, worlds=((2,), (2, 2)), pending=False, limit=12)
+
+
+RESIZED: dict[str, Callable[..., Any]] = {
+    "pointwise": lambda x, out: torch.neg(x, out=out),
+    "broadcast": lambda x, out: torch.mul(x, x[0], out=out),
+    "a comparison": lambda x, out: torch.add(x, (x > 0).to(x.dtype), out=out),
+    "a sum": lambda x, out: torch.sum(x, 0, out=out),
+    "a product": lambda x, out: torch.mm(x, x.t(), out=out),
+    "a join": lambda x, out: torch.cat([x, x], out=out),
+}
+
+
+@pytest.mark.parametrize(
+    "place", ["on tp=3: S(0)", "on tp=2 @ 0,2: S(0)", "as chunk(0) over 0,2", "as chunk(0) over 1"]
+)
+@pytest.mark.parametrize("name", RESIZED)
+def test_out_without_elements_gets_the_shape_of_the_result(name: str, place: str) -> None:
+    """As torch does it; a row of a tensor in pieces is on a mesh, beside which the pieces are."""
+    whole = ramp(5, 4, grad=False)
+    expected = RESIZED[name](whole, torch.empty(0, 4, dtype=torch.float64))
+
+    def body(comm: Comm) -> None:
+        x = shard(whole, place)
+        for out in (x[:0].clone(), shard(torch.empty(0, 4, dtype=torch.float64), place)):
+            assert RESIZED[name](x, out) is out
+            torch.testing.assert_close(out.full(), expected)
+
+    run_local(body, 3, timeout=60)

@@ -292,7 +292,8 @@ rfloat float({x}.mean())
 rfloat f'{{abs(float({x}.sum())):.2f}}' if {x}.dtype == torch.float64 else 0
 """
 
-# With jumps: only for tensors that are exact, so that a rounded digit cannot change the side.
+# With jumps: only for tensors that are exact, so that a rounded digit cannot change the side. Of elements that share
+# memory torch itself gives wrong medians.
 SHARP = """
 real   {x} > {b}
 any    {x} == {b}
@@ -317,8 +318,8 @@ real1  torch.sort({x}, {d}).values
 real1  {t}, {u} = torch.sort({x}, dim={d}, stable=True)
 real1  torch.argsort({x}, dim={d}, stable=True)
 real1  torch.topk({x}, {length1}, {d}).values
-real1  torch.kthvalue({x}, {length1}, {d}).values
-real1  torch.median({x}, {d}).values
+real1  torch.kthvalue({x}.contiguous(), {length1}, {d}).values
+real1  torch.median({x}.contiguous(), {d}).values
 real   torch.median({x})
 num1   torch.count_nonzero({x}, {d})
 num    torch.count_nonzero({x})

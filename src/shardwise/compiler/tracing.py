@@ -46,8 +46,10 @@ from shardwise.compiler.state import NOT_AGAIN, ProgramState, computing_with_ten
 from shardwise.geometry import Layout
 from shardwise.ops.implicit_replication import copy_mesh_note
 from shardwise.tensor.autograd_mixin import SumOfCopies
+from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.random import DrawTrace, trace_draws
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.writes import share_memory
 
 Backend: TypeAlias = str | Callable[..., Any]
 AS_TRACED = ("eager", "aot_eager")
@@ -204,6 +206,23 @@ def _empty_object(value: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[_Ho
         raise NotTraceableError(f"it returns a {type(value).__name__}, which cannot be copied: {error}") from error
 
 
+def _check_returned_copy(value: ShardedTensor, flat: Sequence[Tensor]) -> None:
+    """Raise if a result was copied where torch returns a view, and this has to be known after the call.
+
+    What it was copied from was written to since, or belongs to the caller, who may write to it.
+    """
+    view = value._copied_from
+    try:
+        if view is not None:
+            view.check()
+    except UnsupportedOpError as error:
+        raise NotTraceableError(f"it returns a result of which this is known: {error}") from None
+    while view is not None:
+        if share_memory(view.sources, flat):
+            raise NotTraceableError(f"it returns {view.name}, a copy of a view of an argument or of its state")
+        view = view.behind
+
+
 def locals_of(leaves: Sequence[Any]) -> list[Tensor]:
     """This rank's tensors of the leaves of arguments or results, in order."""
     found: list[Tensor] = []
@@ -303,7 +322,7 @@ class FlatProgram:
             if mode_key() != modes:
                 raise NotTraceableError(f"it sets a mode of torch, {NOT_AGAIN}")
             _check_arguments(before, flatten_nest((args, kwargs)))
-            outputs = self._describe(returned)
+            outputs = self._describe(returned, flat)
         self.result.writes |= {i for i, (t, v) in enumerate(zip(flat, versions, strict=True)) if t._version != v}
         if not self.in_step and not self.result.sources:
             self.result.sources = [_find_sources(output, flat) for output in outputs]
@@ -317,7 +336,7 @@ class FlatProgram:
             leaf.register_hook(summed)  # type: ignore[no-untyped-call]  # untyped in torch
         return leaf
 
-    def _describe(self, returned: Any) -> list[Tensor]:
+    def _describe(self, returned: Any, flat: Sequence[Tensor]) -> list[Tensor]:
         values, structure = flatten_nest(returned)
         known = {id(t) for t in self.state.sharded}
         leaves: list[Any] = []
@@ -326,6 +345,8 @@ class FlatProgram:
         def describe(value: Any) -> Any:
             if id(value) in known:
                 return SameAsState(value)
+            if isinstance(value, ShardedTensor):
+                _check_returned_copy(value, flat)
             given.append(value)
             return describe_leaf(value)
 

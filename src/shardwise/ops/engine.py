@@ -175,7 +175,8 @@ def propagate(call: OperatorCall) -> Callable[[], Any]:
         return partial(_decompose, call)
     written = call.written
     refuse_lost_gradients(call, written)
-    if any(is_placeholder(tensors[i]) for i in written) and (fallback := find_fallback(op)) is not None:
+    apart = any(is_placeholder(tensors[i]) for i in written) or (pointwise and written and _out_is_resized(call))
+    if apart and (fallback := find_fallback(op)) is not None:
         return partial(_fall_back, call, fallback)
     held = call.with_tensors(describe_on_one_mesh(convert_plain_tensors(call), written))
     irregular = any(is_irregular(t) for t in held.tensors)  # type: ignore[arg-type]  # all are sharded now
@@ -184,6 +185,15 @@ def propagate(call: OperatorCall) -> Callable[[], Any]:
     for index in written:
         check_writable(held.tensors[index])  # type: ignore[arg-type]  # all are sharded now
     return partial(_run_irregular if irregular else _run_strategies, held)
+
+
+def _out_is_resized(call: OperatorCall) -> bool:
+    """Whether the `out=` of a pointwise operator has another shape than the result."""
+    if not _out_names(call.op):
+        return False
+    given = [tuple(t.shape) for i, t in enumerate(call.tensors) if i not in call.written]
+    shape = torch.broadcast_shapes(*given)  # type: ignore[no-untyped-call]  # untyped in torch
+    return any(tuple(call.tensors[i].shape) != tuple(shape) for i in call.written)
 
 
 def _has_copies(tensor: Tensor) -> bool:
@@ -282,7 +292,10 @@ def _run_irregular(call: OperatorCall) -> Any:
         result = run_on_pieces(call)
     except WrittenMoveError as error:
         return _run_steps(_without_writing(call.op, error), call)
-    return _run_on_mesh(call) if result is NotImplemented else result
+    if result is not NotImplemented:
+        return result
+    steps = find_writing_fallback(call.op) if call.written else None  # `out=` may get another shape: no copy of it can
+    return _run_on_mesh(call) if steps is None else _run_steps(steps, call)
 
 
 def _run_on_mesh(call: OperatorCall) -> Any:

@@ -504,7 +504,7 @@ def decide(call: OperatorCall, tensors: Sequence[ShardedTensor], recorded: Seque
                 "the others"
             )
     _log.debug("%s: %s of %s", call.op, chosen, wanted)
-    vary = tuple(_find_varying_axes(i, chosen, mesh) for i in range(len(tensors)))
+    vary = tuple(_find_varying_axes(layout, chosen, mesh) for layout in wanted)
     local, finish = _find_local(chosen, wanted), next((s.finish for s in chosen if s.finish is not None), None)
     targets, name = _find_result_targets(choice, operands), ""
     for strategy in chosen:
@@ -692,12 +692,17 @@ def _find_local(chosen: Sequence[Strategy], wanted: Sequence[Layout]) -> Callabl
     return if_empty if empty else None
 
 
-def _find_varying_axes(index: int, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, ...]:
-    """The axes of several ranks along which this tensor is replicated while something else is not."""
+def _find_varying_axes(layout: Layout, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, ...]:
+    """The axes of several ranks along which a tensor is replicated while something else is not.
+
+    By the layout that it is taken in: one without elements may be split where the strategy says replicated.
+    """
+    spec = mesh_view(layout)
+    assert spec is not None
     axes = []
-    for axis, strategy in enumerate(chosen):
+    for axis, (strategy, placement) in enumerate(zip(chosen, spec.placements, strict=True)):
         differs = any(isinstance(p, Shard | Partial) for p in (*strategy.inputs, *strategy.outputs))
-        if isinstance(strategy.inputs[index], Replicate) and differs and mesh.shape[axis] > 1:
+        if isinstance(placement, Replicate) and differs and mesh.shape[axis] > 1:
             axes.append(axis)
     return tuple(axes)
 

@@ -719,9 +719,8 @@ def _dereference(hook: weakref.ref[Any] | None) -> Any:
 
 def _state(tensor: ShardedTensor) -> tuple[Any, ...]:
     """What else has to be as it was: versions and memory of the local tensors."""
-    if is_tracing():
-        return ()
-    return tuple((t._version, storage_identity(t.untyped_storage())) for t in tensor.local_parts)
+    traced = is_tracing()  # then nothing is put in place of a tensor's memory
+    return tuple((t._version, 0 if traced else storage_identity(t.untyped_storage())) for t in tensor.local_parts)
 
 
 @cache_by_identity

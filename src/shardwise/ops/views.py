@@ -604,14 +604,14 @@ def empty_result_like(x: Tensor, *others: Tensor | None) -> Tensor:
     return put_on_tape(torch.zeros_like(x), x, *(t for t in others if t is not None))
 
 
-def put_on_tape(zeros: Tensor, *inputs: Tensor) -> Tensor:
-    """Zeros that are computed from all inputs, by no linear function.
+def put_on_tape(result: Tensor, *inputs: Tensor) -> Tensor:
+    """A result, computed from all inputs by no linear function.
 
     So the gradient of each depends on all, as on other ranks, and every rank's backward pass meets the same moves, also
     that of a gradient.
     """
-    nothing = sum((t.flatten()[:0].sum() for t in inputs), start=zeros.new_zeros(()))
-    return zeros + nothing.expm1().to(zeros.dtype)
+    nothing = sum((t.flatten()[:0].sum() for t in inputs), start=result.new_zeros(()))
+    return result + nothing.expm1().to(result.dtype)
 
 
 @dataclass(frozen=True, slots=True)

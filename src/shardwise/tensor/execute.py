@@ -191,7 +191,7 @@ def check_conversion(pending: Reduction | None, old: torch.dtype, new: torch.dty
     if pending is None or old == new:
         return
     if pending.op in ("min", "max"):
-        same = new.is_complex or _keeps_order(old, new)  # complex numbers have no order: the reduction itself raises
+        same = not new.is_complex and _keeps_order(old, new)  # complex numbers have no order
     else:
         fractions = (old.is_floating_point or old.is_complex) and not (new.is_floating_point or new.is_complex)
         same = not fractions and new != torch.bool

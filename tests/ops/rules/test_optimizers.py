@@ -15,7 +15,7 @@ from shardwise.geometry import Box, EnumerableSpec, Mesh, Partial, Piece, Placem
 from shardwise.ops import explain, no_communication
 from shardwise.tensor import ShardedTensor, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
-from tests.dense import lay, ramp
+from tests.dense import lay, numbers, ramp
 from tests.device import DEVICE
 
 Params = Sequence[Any]
@@ -212,3 +212,22 @@ def test_norms_of_a_list_alone_or_recorded() -> None:
         torch.testing.assert_close(rows.grad.full(), dense.grad)
 
     run_local(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("place", ["on tp=3: S(0)", "on tp=3: R", "on tp=2 @ 0,2: S(0)", "as chunk(0) over 0,2"])
+def test_norms_of_a_list_are_all_on_the_tape_if_one_is(place: str) -> None:
+    def norms(x: Any, y: Any) -> list[Any]:
+        found = [*torch._foreach_norm([x * 1, y]), *torch._foreach_norm([y, x * 1], 1)]
+        assert all(t.requires_grad for t in found)
+        (grad,) = torch.autograd.grad(found[1] * 2 + found[2] * 3 + found[3], x)
+        return [*found, grad]
+
+    values, others = numbers(5, 2), numbers(5, seed=1)
+    expected = norms(values.clone().requires_grad_(), others)
+
+    def body(comm: Comm) -> None:
+        x, y = shard(values, place).requires_grad_(), shard(others, "on tp=3: S(0)" if "=3" in place else place)
+        for one, other in zip(norms(x, y), expected, strict=True):
+            torch.testing.assert_close(one.full(), other.detach() if other.is_leaf else other)
+
+    run_local(body, 3, timeout=60)

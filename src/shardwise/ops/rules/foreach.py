@@ -178,6 +178,23 @@ def _max_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [aten.max.default(t) for t in tensors]
 
 
+def _put_all_on_tape(results: Sequence[Tensor]) -> list[Tensor]:
+    """Results of one operator of torch: if one of them requires grad, all do."""
+    taped = next((t for t in results if t.requires_grad), None)
+    if taped is None:
+        return list(results)
+    nothing = tape_tensors(taped)[0].flatten()[:0].sum()
+    return [t if t.requires_grad else _add_locally(t, nothing) for t in results]
+
+
+def _add_locally(tensor: Any, number: Tensor) -> Tensor:
+    if not isinstance(tensor, ShardedTensor):
+        return tensor + number.to(tensor.dtype)  # type: ignore[no-any-return]
+    parts = tuple(part + number.to(part.dtype) for part in tensor.local_parts)
+    anchor = None if parts else number.to(tensor.dtype)
+    return wrap(tensor.sharding, parts, tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=anchor)
+
+
 register_sharding(aten._foreach_max.default, Steps(_max_of_each))
 
 
@@ -208,7 +225,7 @@ def _compute_norms(tensors: Sequence[Any], order: float = 2, dtype: Any = None) 
         found |= zip(
             members, _compute_group_norms([tensors[i] for i in members], order, dtype, mesh, axes), strict=True
         )
-    return [found[i] for i in range(len(tensors))]
+    return _put_all_on_tape([found[i] for i in range(len(tensors))])
 
 
 register_sharding(aten._foreach_norm.Scalar, Steps(_compute_norms))

@@ -78,8 +78,10 @@ def _convolve(view: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: 
     probe = torch.empty(1, 1, *x.shape[2:], device="meta")
     spatial = aten.convolution.default(probe, torch.empty(kernel, device="meta"), None, *rest[:5], 1).shape[2:]
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
-    empty = put_on_tape(x.new_zeros((x.shape[0], channels, *spatial)), x, weight)
-    return empty if bias is None else empty + bias.reshape(1, -1, *([1] * len(spatial)))
+    zeros = x.new_zeros((x.shape[0], channels, *spatial))
+    if bias is None:
+        return put_on_tape(zeros, x, weight)
+    return put_on_tape(zeros + bias.reshape(1, -1, *([1] * len(spatial))), x, weight, bias)
 
 
 def _register_pool(op: Any, dims: int, *, linear: bool, outputs: int = 1) -> None:

@@ -11,6 +11,7 @@ whole, and the engine says so in `explain()`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shardwise.ops.implicit_replication import register_plain_maker
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths, takes_copies
 from shardwise.ops.rules.pointwise import pointwise_strategies
+from shardwise.ops.views import LocalView
 
 
 def product_strategies(formula: str, pending: Sequence[TensorMeta] = ()) -> list[Strategy]:
@@ -106,7 +108,12 @@ def baddbmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, 
 
 @register_sharding(aten.addmv.default)
 def addmv(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
-    return _bias_strategies(bias, "mk,k->m")
+    return [replace(s, local_if_empty=_addmv_of_rows) for s in _bias_strategies(bias, "mk,k->m")]
+
+
+def _addmv_of_rows(view: LocalView, bias: Tensor, a: Tensor, b: Tensor, **options: Any) -> Tensor:
+    """Of no rows and a bias of one element torch returns one element."""
+    return aten.addmv.default(bias.expand(a.shape[:1]), a, b, **options)  # type: ignore[no-any-return]
 
 
 @register_sharding(aten.addr.default)

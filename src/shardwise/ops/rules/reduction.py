@@ -205,25 +205,46 @@ def _gather_rows(x: ShardedTensor, dims: tuple[int, ...], reduce: Callable[[Tens
     return gather_rank_rows(resolve_partial(x, name), dims, reduce, name)
 
 
+def _keep_on_tape(op: Any) -> Callable[..., Any]:
+    """The local function of an operator whose gradient is on the tape for some values and not for others in torch."""
+
+    def local(view: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return put_on_tape(op(x, *args, **kwargs), x)
+
+    return local
+
+
+def _prod_rule(op: Any, x: TensorMeta, dim: Dims, keepdim: bool, over_ranks: Any) -> list[Strategy] | Steps:
+    found = split_reduction_rule(x, dim, keepdim, over_ranks)
+    if isinstance(found, Steps) or not x.requires_grad:
+        return found
+    return [replace(s, local=_keep_on_tape(op)) for s in found]
+
+
 @register_sharding(aten.prod.default)
 def prod(x: TensorMeta, *, dtype: Any = None) -> list[Strategy] | Steps:
-    return split_reduction_rule(x, None, False, _prod_over_ranks)
+    return _prod_rule(aten.prod.default, x, None, False, _prod_over_ranks)
 
 
 def _prod_over_ranks(x: ShardedTensor, *, dtype: Any = None) -> Any:
     dims = all_dims(None, x.ndim)
-    rows = _gather_rows(x, dims, lambda local: local.prod(dtype=dtype).reshape((1,) * local.ndim), "prod")
-    return aten.prod.default(rows)
+
+    def reduce(local: Tensor) -> Tensor:
+        return put_on_tape(local.prod(dtype=dtype), local).reshape((1,) * local.ndim)
+
+    return aten.prod.default(_gather_rows(x, dims, reduce, "prod"))
 
 
 @register_sharding(aten.prod.dim_int)
 def prod_along(x: TensorMeta, dim: int, keepdim: bool = False, *, dtype: Any = None) -> list[Strategy] | Steps:
-    return split_reduction_rule(x, dim, keepdim, _prod_along_ranks)
+    return _prod_rule(aten.prod.dim_int, x, dim, keepdim, _prod_along_ranks)
 
 
 def _prod_along_ranks(x: ShardedTensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    rows = _gather_rows(x, all_dims(dim, x.ndim), lambda local: local.prod(dim, True, dtype=dtype), "prod")
-    return aten.prod.dim_int(rows, dim, keepdim)
+    def reduce(local: Tensor) -> Tensor:
+        return put_on_tape(local.prod(dim, True, dtype=dtype), local)
+
+    return aten.prod.dim_int(_gather_rows(x, all_dims(dim, x.ndim), reduce, "prod"), dim, keepdim)
 
 
 @register_sharding(aten.logsumexp.default)
@@ -353,7 +374,10 @@ register_sharding(aten.dist.default, Steps(_dist_by_norm))
 
 
 def _trace_part(view: LocalView, x: Tensor) -> Tensor:
-    """The part of the diagonal that crosses this rank's block."""
+    """The part of the diagonal that crosses this rank's block.
+
+    Gradients of torch's trace are not differentiated again without values, as ranks that hold nothing do.
+    """
     return x.diagonal(view.interval(0, 0)[0] - view.interval(0, 1)[0]).sum()
 
 
@@ -362,7 +386,8 @@ def trace(x: TensorMeta) -> list[Any]:
     if x.ndim != 2:
         raise RuntimeError(f"trace: expected a matrix, but got tensor with dim {x.ndim}")
     over = Partial("sum") if all(is_in_one_run(x.layout, dim) for dim in range(x.ndim)) else None
-    return reduction_strategies(x, None, False, over, keeps=_linear_kinds(x, None), local=_trace_part)
+    found = reduction_strategies(x, None, False, over, keeps=_linear_kinds(x, None))
+    return [replace(s, local=_trace_part) for s in found]
 
 
 NO_POSITION = torch.iinfo(torch.int64).max
@@ -434,6 +459,7 @@ def min_along_dim(x: TensorMeta, dim: int, keepdim: bool = False) -> list[Strate
 
 
 def _with_position_rule(x: TensorMeta, dim: int, keepdim: bool, op: str) -> list[Strategy] | Steps:
+    check_not_empty(x, dim, f"{op}imum")
     if cutting_axes(x.layout, all_dims(dim, x.ndim)):
         return Steps(partial(_value_and_position, op))
     return reduction_strategies(x, dim, keepdim, None, outputs=2)
@@ -441,6 +467,7 @@ def _with_position_rule(x: TensorMeta, dim: int, keepdim: bool, op: str) -> list
 
 @register_sharding(aten.kthvalue.default)
 def kthvalue(x: TensorMeta, k: int, dim: int = -1, keepdim: bool = False) -> list[Any]:
+    check_not_empty(x, dim, "kthvalue")
     return reduction_strategies(x, dim, keepdim, None, outputs=2)
 
 
@@ -655,6 +682,8 @@ def cumsum(x: TensorMeta, dim: int, *, dtype: Any = None) -> list[Strategy] | St
 @register_sharding(aten.cumprod.default)
 def cumprod(x: TensorMeta, dim: int, *, dtype: Any = None) -> list[Any]:
     found = other_dim_strategies(x, dim)
+    if x.ndim and x.shape[dim] == 1:  # the gradient is that of a copy, of whatever elements
+        return found
     return [replace(s, local_if_empty=empty_on_tape(aten.cumprod.default)) for s in found]
 
 
@@ -666,9 +695,20 @@ def logcumsumexp(x: TensorMeta, dim: int) -> list[Any]:
     return [replace(s, local_if_empty=empty_on_tape(aten.logcumsumexp.default)) for s in found]
 
 
-@register_sharding([aten.cummax.default, aten.cummin.default])
-def running_minmax(x: TensorMeta, dim: int) -> list[Any]:
-    return other_dim_strategies(x, dim, outputs=2)
+def _running_minmax_rule(op: Any) -> Callable[..., Any]:
+    def local(view: Any, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Of nothing torch returns the input as the gradient."""
+        values, positions = op(x, dim)
+        return (values if x.numel() else x.clone()), positions
+
+    def rule(x: TensorMeta, dim: int) -> list[Any]:
+        return [replace(s, local_if_empty=local) for s in other_dim_strategies(x, dim, outputs=2)]
+
+    return rule
+
+
+for _op in (aten.cummax.default, aten.cummin.default):
+    register_sharding(_op)(_running_minmax_rule(_op))
 
 
 @register_sharding(aten.sort.default)
