@@ -214,7 +214,9 @@ def sharded(layout: str, comm: Comm) -> Place:
 
 def addend(tensor: Tensor, rank: int) -> Tensor:
     """One of two addends of a tensor, without rounding: halves of floats, and 1 against the rest of integers."""
-    if tensor.is_floating_point() or tensor.is_complex():
+    if tensor.is_complex():  # part by part: half of inf + 0j has a part that is not a number
+        return torch.view_as_complex(torch.view_as_real(tensor.resolve_conj()) / 2)
+    if tensor.is_floating_point():
         return tensor / 2
     return torch.ones_like(tensor) if rank else tensor - 1
 
