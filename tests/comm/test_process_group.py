@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -12,6 +13,7 @@ from contextlib import redirect_stderr, suppress
 from importlib import import_module
 from inspect import signature
 from io import StringIO
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -419,6 +421,18 @@ def test_launch_gives_ranks_comms_of_a_device(monkeypatch: pytest.MonkeyPatch) -
 def test_launch_explains_what_cannot_be_sent() -> None:
     with pytest.raises(ValueError, match="use a function defined at the top of a module"):
         launch(lambda: None, 2)
+
+
+def test_launch_without_a_guard_around_it_is_one_error(tmp_path: Path) -> None:
+    """Each rank imports the program, and comes to `launch` again: it ends silently, and the first call says why."""
+    program = tmp_path / "program.py"
+    program.write_text("import os\nfrom shardwise.comm import launch\n\nlaunch(os.getpid, 1)\n")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert done.stderr.strip().endswith(
+        "each rank is a new process that imports the program, and the program starts ranks as it is imported; put the "
+        'call of launch under `if __name__ == "__main__":`'
+    )
 
 
 def what_is_printed(shared: bool) -> list[str]:

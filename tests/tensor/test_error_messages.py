@@ -394,12 +394,23 @@ ON_TWO_RANKS: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, 
         AttributeError,
         ("Linear has no attribute `wieght`; near it: weight",),
     ),
+    "ids in a list": (
+        lambda a: table_in_halves()([1, 2]),
+        ValueError,
+        ("ids are a tensor, got list; pass torch.as_tensor(ids)",),
+    ),
     "a plain target of a loss": (
         lambda a: nn.functional.mse_loss(a, W),
         RuntimeError,
         ("argument 'target' next to a ShardedTensor", 'output_plan="plain"'),
     ),
 }
+
+
+def table_in_halves() -> nn.Module:
+    table = nn.Embedding(10, 4)
+    shardwise.shard_parameter(table, "weight", ChunkSpec(0, 2))
+    return table
 
 
 def without_communication(a: Any) -> None:

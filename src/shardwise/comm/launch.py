@@ -56,6 +56,7 @@ from shardwise.comm.transports.device_memory import CudaMemory
 T = TypeVar("T")
 _STOP_GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
+_IMPORTED_AGAIN = 117  # the exit code of a rank whose program starts ranks when it is imported
 _AFTERMATH = 10.0  # how long the other ranks have to report how they ended, once one has failed
 
 
@@ -198,7 +199,7 @@ class LocalWorld:
         if not self._ranks:
             self._start()
         for _, pipe in self._ranks:
-            pipe.send_bytes(task)
+            _send_to_worker(pipe, task)
         outcomes = self._collect(limit)
         if len(outcomes) < self._size or any(_is_lost(outcome) for outcome in outcomes.values()):
             self._stop()
@@ -215,6 +216,8 @@ class LocalWorld:
         self._stop()
 
     def _start(self) -> None:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # Python asks the same, at more length
+            _exit_now(_IMPORTED_AGAIN)
         self._store = self._open_store()
         world = WorldConfig(self._size, self._address, self._store.port, self._timeout, self._device, self._prepare)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -302,6 +305,9 @@ class _DeadRankError(CommError):
 
 
 def _dead_rank_error(rank: int, code: int | None) -> CommError:
+    if code == _IMPORTED_AGAIN:
+        problem = "each rank is a new process that imports the program, and the program starts ranks as it is imported"
+        return _DeadRankError(f'{problem}; put the call of launch under `if __name__ == "__main__":`', (rank,))
     return _DeadRankError(f"rank {rank} ended with exit code {code} and without a result", (rank,))
 
 
@@ -607,8 +613,8 @@ def _exit_with_parent() -> None:
         _exit_now()
 
 
-def _exit_now() -> None:
+def _exit_now(code: int = 1) -> None:
     """Exit at once: the other ranks see the closed connections."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)

@@ -121,8 +121,10 @@ def copy_ids_to_host(ids: Tensor, call: LookupCall, problem: str | None) -> RowN
     return flat
 
 
-def id_problem(ids: Tensor, rows: int) -> str | None:
+def id_problem(ids: Any, rows: int) -> str | None:
     """Why these ids cannot be looked up, or None."""
+    if not isinstance(ids, Tensor):
+        return f"ids are a tensor, got {type(ids).__name__}; pass torch.as_tensor(ids)"
     if ids.dtype not in (torch.int32, torch.int64):
         return f"ids are int32 or int64, got {ids.dtype}"
     if not ids.numel():
