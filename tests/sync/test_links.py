@@ -229,13 +229,18 @@ def test_a_rank_that_cannot_push_stops_all_and_spoils_nothing() -> None:
     address = free_address()
 
     def train(comm: Comm) -> str:
-        with publish({"w": torch.ones(2)}, address, token=TOKEN) as link:
+        broken: dict[str, Any] = {"w": torch.ones(2)}
+        with publish(broken, address, token=TOKEN) as link:
             link.push(1)
             with pytest.raises(ValueError, match=r"rank 1: publisher .* rank 1: a step is an int") as found:
                 link.push(2 if comm.rank == 0 else None)  # type: ignore[arg-type]
             late = {"w": torch.zeros(2)}
             with subscribe(late, address, token=TOKEN, comm=alone()) as other:
                 assert other.pull(0) == 1
+            comm.barrier(label="tried")
+            broken.update({"bad": lambda: None} if comm.rank == 1 else {})
+            with pytest.raises(ValueError, match=r"rank 1: .*bad"):
+                link.push(3)
             comm.barrier(label="end")
             return str(found.value)
 

@@ -177,7 +177,8 @@ def test_what_is_quantized_is_read_once_too(monkeypatch: pytest.MonkeyPatch) -> 
         assert sum(shardwise.run_local(serve, 2)) == 11 * 7 * 4
 
 
-def test_a_rank_that_cannot_read_fails_the_pull_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [ConnectionError, IndexError])
+def test_a_rank_that_cannot_read_fails_the_pull_on_all(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.sync.subscriber.identify_host", lambda: "another host")
     with publish({"w": torch.ones(64), "v": torch.ones(64)}, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
         trainer.push(1)
@@ -190,7 +191,7 @@ def test_a_rank_that_cannot_read_fails_the_pull_on_all(monkeypatch: pytest.Monke
                 def fail(*arguments: Any) -> None:
                     if comm.rank == 1 and not failed:
                         failed.append(True)
-                        raise ConnectionError("the cable is cut")
+                        raise kind("the cable is cut")
                     receive(*arguments)
 
                 monkeypatch.setattr(link, "_receive", fail)

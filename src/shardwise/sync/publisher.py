@@ -284,8 +284,8 @@ class Publisher:
         """The tensors as they are now, and what is wrong with them."""
         try:
             leaves = [make_leaf(name, tensor, self.comm) for name, tensor in tensors_of(self._state).items()]
-        except ValueError as error:
-            return [], str(error)
+        except Exception as error:  # all ranks hear of it, whatever it is
+            return [], str(error) or type(error).__name__
         pending = next((leaf for leaf in leaves if leaf.layout.pending is not None), None)
         if pending is not None:
             return [], f"{pending.name} has a pending reduction; redistribute it first, then publish"

@@ -395,8 +395,8 @@ class Subscriber:
             self.state, self.version = "broken", None
         try:
             in_part = self._read(slot, 2 * seq)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            problem = str(error)
+        except Exception as error:  # all ranks hear of it, whatever it is
+            problem = str(error) or type(error).__name__
         self._pass_on()
         try:
             if problem is None:
@@ -405,8 +405,8 @@ class Subscriber:
                     wrong := self._compare(slot, 2 * seq, self._staging)
                 ):
                     problem, self._staged = f"what was read is not what was pushed: {'; '.join(wrong[:4])}", 0
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            problem = str(error)
+        except Exception as error:
+            problem = str(error) or type(error).__name__
         found = gather_values(self.comm, problem, label="sync pull: read")
         failures = {rank: text for rank, text in found.items() if text is not None}
         if failures:
@@ -438,11 +438,12 @@ class Subscriber:
         for rank, reads in self._plan.reads.items():
             try:
                 in_part |= self._read_from(rank, reads, slot, generation, since, until)
-            except (OSError, ValueError, RuntimeError, KeyError) as error:
+            except Exception as error:
                 source = self._sources.pop(rank, None)
                 if source is not None:
                     source.channel.close()
-                raise SyncError(f"publisher {self._publisher_name()} rank {rank}: {error}") from error
+                text = str(error) or type(error).__name__
+                raise SyncError(f"publisher {self._publisher_name()} rank {rank}: {text}") from error
         return in_part
 
     def _pass_on(self) -> None:
@@ -636,8 +637,8 @@ class Subscriber:
                 for each in self._plan.quantized
                 if any(compare(here.reshape(-1), made.reshape(-1)).any() for here, made in self._quantize(each, served))
             ]
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            problem = f"{self._where}: {error}"
+        except Exception as error:
+            problem = f"{self._where}: {str(error) or type(error).__name__}"
         everyone = gather_values(self.comm, [problem, wrong, self._plan.nbytes], label="sync verify")
         if self._lead:
             with suppress(OSError):
