@@ -19,6 +19,30 @@ from shardwise import ShardedTensor, run_local
 from tests.compiler.test_reads import Row, run_row
 
 GRAPH: dict[str, Row] = {
+    "constants of a function's code": (
+        "def g(): return 2.0\ndef h(): return 5.0",
+        "return x * g.__code__.co_consts[1]",
+        "g.__code__ = h.__code__",
+    ),
+    "code of a method": (
+        "class C:\n  def g(s, a): pass\nc = C()\ndef h(s, a, b): pass",
+        "return x * c.g.__code__.co_argcount",
+        "C.g.__code__ = h.__code__",
+        "c.g = h",
+    ),
+    "code of what a decorator wraps": (
+        "from functools import wraps\ndef mark(g):\n  @wraps(g)\n  def w(x, **k):\n"
+        "    return g(x, **({'k': 3.0} if 'k' in g.__code__.co_varnames else {}))\n  return w\n"
+        "@mark\ndef m(x): return x * 2\ndef h(x, k): return x * k",
+        "return m(x)",
+        "m.__wrapped__.__code__ = h.__code__",
+    ),
+    "code of a function in a list": (
+        "def g(): pass\ngs = [lambda a: 0]",
+        "return x * sum(g.__code__.co_argcount for g in gs)",
+        "gs[0].__code__ = (lambda a, b: 0).__code__",
+        "gs[0] = lambda a, b, c: 0",
+    ),
     "name of a function": ("def g(): pass", "return x * len(g.__name__)", "g.__name__ = 'abc'"),
     "text of a function": ("def g():\n  'ab'", "return x * len(g.__doc__)", "g.__doc__ = 'abc'"),
     "annotations": ("def g(a: float): pass", "return x * len(g.__annotations__)", "g.__annotations__['b'] = int"),
@@ -104,6 +128,49 @@ GRAPH: dict[str, Row] = {
         "return x * sum(c.k for c in found.values())",
         "class E(B): k = 5.0",
     ),
+    "protocol": (
+        "import typing\n@typing.runtime_checkable\nclass P(typing.Protocol):\n  k: float\nclass C: pass\nc = C()",
+        "return x * 2 if isinstance(c, P) else x",
+        "c.k = 1.0",
+    ),
+    "getattr with a name in a local": (
+        "class C:\n  k = 2.0\nc = C()\nc.v = 1.0",
+        "for name in ('k', 'v', 'w'): x = x * getattr(c, name, 3.0)\nreturn x",
+        "C.k = 4.0",
+        "c.w = 5.0",
+        "c.v = 6.0",
+    ),
+    "getattr with a name in a global": (
+        "class C:\n  k, j = 2.0, 7.0\nn = 'k'",
+        "return x * getattr(C, n)",
+        "C.k = 4.0",
+        "n = 'j'",
+    ),
+    "getattr with a name that is computed, of a local": (
+        "class B: j = 2.0\nclass C(B): k = 2.0\nc = C()\nc.v = 1.0",
+        "o = c\nreturn x * getattr(o, 'jkv'[0] + '') * getattr(o, 'jkv'[2] + '')",
+        "B.j = 4.0",
+        "c.v = 5.0",
+    ),
+    "own __dict__": (
+        "class C:\n  def g(s, n): return s.__dict__.get(n, 9.0)\nc = C()\nc.v = 2.0",
+        "return x * c.g('v') * c.g('w')",
+        "c.v = 4.0",
+        "c.w = 5.0",
+    ),
+    "own __getattribute__ with other names": (
+        "class C:\n  names = {'a': 'b'}\n  def __getattribute__(s, n):\n"
+        "    names = super().__getattribute__('names')\n    return super().__getattribute__(names.get(n, n))\n"
+        "c = C()\nc.b = 2.0",
+        "return x * c.a",
+        "c.b = 4.0",
+        "C.names['a'] = 'd'; c.d = 7.0",
+    ),
+    "import in a branch that does not run": (
+        "",
+        "if x.shape[0] > 99: import rows_not_there\nreturn x * 2",
+        "",
+    ),
     "fields of a dataclass": (
         "from dataclasses import dataclass, field, fields\nm = {'s': 2.0}\n@dataclass\nclass C:\n"
         "  v: float = field(default=1.0, metadata=m)\nc = C()",
@@ -124,11 +191,6 @@ PLAIN: dict[str, Row] = {
         "return x * c.other",
         "c.__getattr__ = lambda n: 5.0",
         "c.other = 6.0",
-    ),
-    "protocol": (
-        "import typing\n@typing.runtime_checkable\nclass P(typing.Protocol):\n  k: float\nclass C: pass\nc = C()",
-        "return x * 2 if isinstance(c, P) else x",
-        "c.k = 1.0",
     ),
     "cached property that is deleted": (
         "from functools import cached_property\nclass C:\n  k = 2.0\n  @cached_property\n  def p(s): return s.k\n"
@@ -152,11 +214,6 @@ PLAIN: dict[str, Row] = {
         "import typing\nclass C:\n  a: float",
         "return x * len(typing.get_type_hints(C))",
         "C.__annotations__['b'] = int",
-    ),
-    "constants of a function's code": (
-        "def g(): return 2.0\ndef h(): return 5.0",
-        "return x * g.__code__.co_consts[1]",
-        "g.__code__ = h.__code__",
     ),
     "function that NumPy calls": (
         "import numpy as np\nk = 2.0\ng = np.vectorize(lambda v: v * k)",

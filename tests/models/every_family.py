@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import textwrap
 import warnings
@@ -20,14 +21,15 @@ from torch import Tensor, nn
 
 from shardwise._torch import pytree
 
-VOCABULARY, LENGTH, ROWS, IMAGE = 96, 8, 4, 32
+VOCABULARY, LENGTH, ROWS, IMAGE, MOST = 96, 8, 4, 32, 16e6  # the most parameters of a model that is tried
 
 NUMBERS = {
     32: """hidden_size d_model n_embd dim embed_dim encoder_hidden_size word_embed_proj_dim decoder_hidden_size
         hidden_dim embedding_size rnn_hidden_size attention_hidden_size mask_feature_size feature_size conv_dim
         fusion_hidden_size image_size encoder_embed_dim decoder_embed_dim emb_dim vision_hidden_size
         text_hidden_size out_hidden_size dim_model
-        encoder_hidden_dim decoder_dim projector_hidden_size lru_width input_size d_embed max_target_positions""",
+        encoder_hidden_dim decoder_dim projector_hidden_size lru_width input_size d_embed max_target_positions
+        output_channels fpn_hidden_size audio_hidden_size condition_dim""",
     64: """intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size moe_intermediate_size
         shared_expert_intermediate_size d_inner dim_feedforward encoder_intermediate_size decoder_intermediate_size
         dim_ff intermediate_dim mlp_dim inner_dim feed_forward_size feedforward_dim encoder_feedforward_dim
@@ -40,7 +42,7 @@ NUMBERS = {
     4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads nhead
         encoder_num_attention_heads decoder_num_attention_heads num_encoder_attention_heads sliding_window
         num_cross_attention_heads num_self_attention_heads num_decoder_attention_heads num_experts n_routed_experts
-        num_local_experts moe_num_experts mamba_d_state state_size""",
+        num_local_experts moe_num_experts mamba_d_state state_size upsample_groups""",
     8: """head_dim d_kv d_head kv_channels attention_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim num_mel_bins
         patch_size""",
     16: "max_source_positions qk_head_dim kv_lora_rank q_lora_rank",
@@ -62,7 +64,7 @@ ITEMS = {
 LISTS = {name: size for size, names in ITEMS.items() for name in names.split()}
 ODD: dict[str, dict[str, Any]] = {
     "bailing_hybrid": dict(
-        layer_types=["linear_attention", "full_attention"], n_group=1, topk_group=1, num_local_experts=8
+        layer_types=["linear_attention", "full_attention"], n_group=1, topk_group=1, num_local_experts=8, num_experts=8
     ),
     "bamba": dict(mamba_n_heads=4, attn_layer_indices=[1], mamba_chunk_size=4),
     "bit": dict(num_groups=4),
@@ -133,6 +135,7 @@ ODD: dict[str, dict[str, Any]] = {
     "wav2vec2-conformer": dict(vocab_size=32),
     "fsmt": dict(src_vocab_size=VOCABULARY, tgt_vocab_size=VOCABULARY),
     "perceiver": dict(
+        max_position_embeddings=LENGTH,
         num_latents=8,
         d_latents=32,
         num_blocks=1,
@@ -146,6 +149,47 @@ ODD: dict[str, dict[str, Any]] = {
     "textnet": dict(stem_out_channels=32),
     "rt_detr_resnet": dict(embedding_size=8, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1]),
 }
+SERIES = dict(prediction_length=4, context_length=8, lags_sequence=[1, 2], num_time_features=1)
+ODD |= {kind: dict(SERIES) for kind in ("autoformer", "informer", "time_series_transformer")}
+ODD |= dict(
+    patchtst=dict(context_length=16, patch_length=4, patch_stride=4, num_input_channels=2),
+    patchtsmixer=dict(context_length=16, patch_length=4, patch_stride=4, num_input_channels=2),
+    timesfm=dict(context_length=64, patch_length=8, horizon_length=8),
+    timesfm2_5=dict(context_length=64, patch_length=8, horizon_length=8, output_patch_length=8),
+    kimi_linear=dict(ODD["kimi_linear"], num_experts_per_token=2, num_experts=8),
+    dots1=dict(ODD["dots1"], num_experts_per_tok=2),
+    deepseek_ocr2=dict(text_config=dict(mlp_layer_types=["dense", "sparse"])),
+    bridgetower=dict(hidden_size=64, num_attention_heads=4),
+    bridgetower_text_model=dict(hidden_size=64),
+    bridgetower_vision_model=dict(hidden_size=64),
+    blip_2_qformer=dict(use_qformer_text_input=True),
+    bros=dict(hidden_size=64),
+    chameleon=dict(vocabulary_map={"<image>": VOCABULARY - 1, "IMGIMGAZ": 50}),
+    cohere_compass_text=dict(
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            kind: dict(rope_type="default", rope_theta=1e4) for kind in ("sliding_attention", "full_attention")
+        },
+    ),
+    dbrx=dict(
+        d_model=32,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=64,
+        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8),
+        ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2),
+    ),
+    diffusion_gemma_text=dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
+    ernie4_5_vl_moe_text=dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2])),
+    molmo2_adapter=dict(vision_feature_layer=[1, 0]),
+    muse_spark_audio=dict(num_hidden_layers=4),
+    musicgen_decoder=dict(num_codebooks=1),
+    musicgen_melody_decoder=dict(num_codebooks=1),
+    neomme=dict(head_dim=16),
+    step3p7_text=dict(sliding_window=4),
+    qwen3_omni_moe_talker_text=dict(shared_expert_intermediate_size=32),
+    moonshine=dict(pad_token_id=0),
+)
 RESNET = dict(model_type="resnet", embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1])
 DETR = dict(backbone_config=dict(RESNET, out_features=["stage4"]), use_timm_backbone=False, num_queries=5)
 RT_DETR = dict(encoder_in_channels=[16, 32, 32], num_queries=5, num_denoising=0, encoder_hidden_dim=32, d_model=32)
@@ -158,6 +202,55 @@ ODD |= {kind: dict(RT_DETR) for kind in ("rt_detr", "rt_detr_v2")}
 ODD |= {
     f"{kind}_text": dict(rope_parameters=ROTARY)
     for kind in ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "glm4v", "glm_ocr")
+}
+ODD["glm_image_text"] = dict(rope_parameters=ROTARY)
+STAGES = [f"stage{i}" for i in range(1, 5)]
+DINO = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, image_size=IMAGE, patch_size=8, mlp_ratio=2)
+DINO |= dict(model_type="dinov2", out_indices=[1, 2, 3, 4], reshape_hidden_states=False)
+DEPTH = dict(backbone_config=DINO, reassemble_hidden_size=32, neck_hidden_sizes=[16] * 4, fusion_hidden_size=16)
+ODD |= {kind: dict(DEPTH, head_hidden_size=8) for kind in ("depth_anything", "prompt_depth_anything")}
+ODD["dpt"] = dict(
+    DEPTH, backbone_config=dict(DINO, reshape_hidden_states=True), neck_ignore_stages=[], use_auxiliary_head=False
+)
+ODD["rt_detr"]["backbone_config"] = ODD["rt_detr_v2"]["backbone_config"] = dict(
+    model_type="rt_detr_resnet",
+    embedding_size=8,
+    hidden_sizes=[16, 16, 32, 32],
+    depths=[1, 1, 1, 1],
+    out_features=STAGES[1:],
+)
+ODD["upernet"] = dict(
+    backbone_config=dict(RESNET, out_features=STAGES),
+    hidden_size=16,
+    pool_scales=[1, 2],
+    auxiliary_channels=8,
+    auxiliary_in_channels=16,
+)
+ODD["maskformer"] = dict(
+    backbone_config=dict(RESNET, out_features=STAGES),
+    decoder_config=dict(model_type="detr", d_model=32, encoder_layers=1, decoder_layers=1, num_queries=5),
+    fpn_feature_size=32,
+    mask_feature_size=32,
+)
+ENCODER = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+BERT = dict(ENCODER, model_type="bert", vocab_size=VOCABULARY, max_position_embeddings=64)
+PAIR = dict(decoder=dict(BERT, is_decoder=True, add_cross_attention=True), pad_token_id=0, decoder_start_token_id=1)
+PAIRS = {
+    "encoder-decoder": dict(PAIR, encoder=BERT),
+    "vision-encoder-decoder": dict(PAIR, encoder=dict(ENCODER, model_type="vit", image_size=IMAGE, patch_size=8)),
+    "speech-encoder-decoder": dict(
+        PAIR,
+        encoder=dict(
+            ENCODER,
+            model_type="wav2vec2",
+            conv_dim=[32] * 3,
+            conv_kernel=[10, 3, 3],
+            conv_stride=[5, 2, 2],
+            num_conv_pos_embeddings=16,
+            num_conv_pos_embedding_groups=4,
+            apply_spec_augment=False,
+        ),
+    ),
 }
 ODD["qwen2_5_omni_text"] = dict(rope_parameters=ROTARY)
 ODD["glm4v_moe_text"] = dict(rope_parameters=dict(ROTARY, partial_rotary_factor=1.0))
@@ -244,17 +337,19 @@ def build(kind: str, name: str) -> nn.Module:
 
     made_of = getattr(transformers, name).config_class
     with warnings.catch_warnings(action="ignore"):
-        if "encoder-decoder" in kind:
-            raise NotTried("made of two models")
-        default = made_of()
-        options = {**make_small(default), **ODD.get(kind, {})}
-        if getattr(default, "is_encoder_decoder", False) and getattr(default, "decoder_start_token_id", None) is None:
-            options["decoder_start_token_id"] = 0
-        config = made_of(**options)
+        if kind in PAIRS:  # made of two models, which have no defaults
+            config = made_of(**PAIRS[kind])
+        else:
+            default = made_of()
+            options = {**make_small(default), **ODD.get(kind, {})}
+            starts = getattr(default, "decoder_start_token_id", None)
+            if getattr(default, "is_encoder_decoder", False) and starts is None:
+                options["decoder_start_token_id"] = 0
+            config = made_of(**options)
         config._attn_implementation = "eager"
         with torch.device("meta"):
             count = sum(p.numel() for p in getattr(transformers, name)(config).parameters())
-        if count > 4e6:
+        if count > MOST:
             raise NotTried(f"{count / 1e6:.0f} M parameters")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -347,7 +442,97 @@ def make_batch(model: Any, head: str) -> dict[str, Any]:
     if "return_loss" in named and len(batch) > 1:
         batch["return_loss"] = True
     if main == "input_ids" and "pixel_values" in named and "pixel_values" not in batch:
-        return _add_images(model, batch, randn(ROWS, channels, *sides))
+        batch = _add_images(model, batch, randn(ROWS, channels, *sides))
+    return batch if _runs(model, batch) else _add_others(model, batch, generator, (channels, *sides))
+
+
+def _runs(model: Any, batch: Mapping[str, Any]) -> bool:
+    try:
+        with torch.no_grad():
+            model(**batch)
+    except Exception:  # of any kind: another batch is tried
+        return False
+    return True
+
+
+def _add_others(
+    model: Any, batch: dict[str, Any], generator: torch.Generator, image: tuple[int, ...]
+) -> dict[str, Any]:
+    """A batch with all else that a model may read, by the names of its arguments, where that makes it run."""
+    named, config = inspect.signature(model.forward).parameters, model.config
+    length = next((t.shape[1] for n, t in batch.items() if n in ("input_ids", "inputs")), LENGTH)
+    patch = find(config, "patch_size") or 8
+    patch, side = patch if isinstance(patch, int) else patch[0], 2 * (find(config, "spatial_merge_size") or 2)
+    in_patch = image[0] * (find(config, "temporal_patch_size") or 1) * patch * patch
+    episode, history = LENGTH // 2, find(config, "context_length", "seq_length") or 16
+    history += max(getattr(config, "lags_sequence", None) or [0])
+    wide = getattr(config, "num_input_channels", None)
+    series = () if wide is None else (wide,)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def numbers(top: int, *shape: int) -> Tensor:
+        return torch.randint(top, shape, generator=generator)
+
+    forward = getattr(config, "prediction_length", None) or 4
+    bins = find(config, "num_mel_bins", "feature_size", "n_mels", "input_dim", "input_feat_size") or 80
+    shapes: dict[str, list[tuple[int, ...]]] = {  # what one model reads in one form and another in another
+        "pixel_values": [
+            (ROWS, *image),
+            (ROWS * side * side, in_patch),
+            (ROWS * side * side, image[0], patch, patch),
+            (ROWS, 16, in_patch),
+            (ROWS, 2, *image),
+        ],
+        "input_features": [(ROWS, bins, 32), (ROWS, 32, bins), (ROWS, bins, 200), (ROWS, 1, 32, bins)],
+        "input_values": [(ROWS, 1, 1920)],
+    }
+    made: dict[str, Any] = {
+        "hidden_states": randn(ROWS * side * side, in_patch),
+        "grid_thw": torch.tensor([[1, side, side]] * ROWS),
+        "merge_sizes": torch.full((ROWS,), side // 2),
+        "target_sizes": torch.tensor([[4, 4]] * ROWS),
+        "pixel_values_videos": randn(ROWS, find(config, "num_frames", "frames_per_clip") or 2, *image),
+        "input_ids": numbers(30, ROWS, length) + 3,
+        "bbox": torch.tensor([1, 2, 5, 8]).expand(ROWS, length, 4).contiguous(),
+        "decoder_input_ids": numbers(30, ROWS, length) + 3,
+        "query_embeds": randn(ROWS, length, find(config, "hidden_size") or 32),
+        "encoder_hidden_states": randn(ROWS, 5, find(config, "encoder_hidden_size", "hidden_size") or 32),
+        "visual_feats": randn(ROWS, 3, find(config, "visual_feat_dim") or 8),
+        "visual_pos": randn(ROWS, 3, 4),
+        "flattened_patches": randn(ROWS, 6, 2 + (find(config, "patch_embed_hidden_size") or 30)),
+        "audio_mel": randn(ROWS, 32, find(config, "input_feat_size") or 8),
+        "audio_mel_mask": torch.zeros(ROWS, 32, dtype=torch.bool),
+        "states": randn(ROWS, episode, find(config, "state_dim") or 8),
+        "actions": randn(ROWS, episode, find(config, "act_dim") or 8),
+        "rewards": randn(ROWS, episode, 1),
+        "returns_to_go": randn(ROWS, episode, 1),
+        "timesteps": torch.arange(episode).expand(ROWS, episode).contiguous(),
+        "past_values": randn(ROWS, history, *series),
+        "past_time_features": randn(ROWS, history, 1),
+        "past_observed_mask": torch.ones(ROWS, history, *series),
+        "future_values": randn(ROWS, forward, *series),
+        "future_time_features": randn(ROWS, forward, 1),
+        "pixel_attention_mask": torch.ones(ROWS, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4]] * ROWS),
+        "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(ROWS, 16, 2).contiguous(),
+    }
+    needed = {n for n, p in named.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    own = {name: value for name, value in batch.items() if name in named}
+    varied = [name for name in shapes if name in named]
+    for forms in itertools.product(*(shapes[name] for name in varied)):
+        others = {**made, **{name: randn(*form) for name, form in zip(varied, forms, strict=True)}}
+        if "input_features" in others:
+            others["input_features_mask"] = torch.ones(ROWS, others["input_features"].shape[-1], dtype=torch.long)
+            others["attention_mask"] = torch.ones(ROWS, others["input_features"].shape[1], dtype=torch.long)
+        elif "input_ids" in named:
+            others["attention_mask"] = torch.ones(ROWS, length, dtype=torch.long)
+        for wanted in (needed, needed | own.keys(), named.keys()):
+            given = {name: value for name, value in others.items() if name in wanted}
+            for tried in ({**own, **given}, {**given, **own}):
+                if _runs(model, tried):
+                    return tried
     return batch
 
 

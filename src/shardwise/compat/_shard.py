@@ -79,6 +79,8 @@ from shardwise.compat.specs import metadata_from_local_shards as build_metadata_
 from shardwise.compat.specs import pair_overlaps as _check_shard_metadata_pair_overlap
 from shardwise.compat.specs import rank_and_device as _parse_and_validate_remote_device
 from shardwise.compat.specs import stack_along_dim as recalc_global_sharded_tensor_metadata
+from shardwise.compat.whole_tensors import ReplicatedTensor
+from shardwise.compat.whole_tensors import TorchPartialTensor as _PartialTensor
 from shardwise.nn.optimizer import named_params_with_sharded_tensor
 from shardwise.nn.plan import Sharder, ShardingPlan, ShardingPlanner
 from shardwise.nn.shard_module import collect_local_shard as _collect_local_shard
@@ -102,6 +104,8 @@ TABLE = {
     "common_op_utils": "_basic_validation _register_default_op",
     "metadata": "ShardMetadata",
     "op_registry_utils": "_decorator_func _register_op",
+    "partial_tensor": "_PartialTensor",  # of torch 1.13, as the next one
+    "replicated_tensor": "ReplicatedTensor",
     "sharded_optim": "ShardedOptimizer named_params_with_sharded_tensor",
     "sharded_optim.api": "ShardedOptimizer ShardedTensor named_params_with_sharded_tensor",
     "sharded_tensor": """Shard ShardMetadata ShardedTensor ShardedTensorBase ShardedTensorMetadata TensorProperties

@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import abc
 import builtins
 import functools
 import gc
@@ -29,7 +28,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import date, time, timedelta, tzinfo
-from decimal import Decimal, getcontext
+from decimal import Decimal
 from enum import Enum
 from logging import Logger
 from operator import attrgetter, itemgetter, methodcaller
@@ -75,16 +74,24 @@ from shardwise.compiler.reads import (
     PRISTINE,
     REFUSED_BUILTINS,
     SIMPLE,
+    CodeNames,
     Entries,
     Reads,
+    decimal_context,
+    describe_kind,
+    find_importer,
+    handles_signal,
+    has_code,
     is_allowed_stdlib,
     is_pure_builtin,
     is_python_class,
     line_of,
+    name_of,
     names_in,
     origin_of,
     origin_of_code,
     origin_of_module,
+    registered_classes,
     words,
 )
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -131,7 +138,7 @@ _IMPLICIT = frozenset(("forward", "__call__"))
 _NOT_READ = words(
     """
     __module__ __doc__ __dict__ __weakref__ __qualname__ __annotations__ __static_attributes__ __firstlineno__
-    __orig_bases__ __parameters__ __annotate_func__ __annotations_cache__
+    __orig_bases__ __parameters__ __annotate_func__ __annotations_cache__ _abc_impl
     """
 )
 
@@ -173,6 +180,8 @@ class Admission:
         self._names: set[str] = set(_IMPLICIT)
         self._user_names: set[str] = set()
         self._loaded: set[str] = set()
+        self._searched: set[type] = set()  # classes of objects whose methods ask them for any attribute
+        self._missing: set[str] = set()  # modules that are not imported yet
         self._reads_all = False
         self._holders: list[_Holder] = []
         self._functions: dict[CodeType, list[tuple[FunctionType, str]]] = {}
@@ -213,6 +222,8 @@ class Admission:
 
     def check(self) -> None:
         """Raise a refusal again that the program caught."""
+        if self.refused is None and (late := sorted(self._missing & sys.modules.keys())):
+            self._refuse(f"it imports {late[0]}, {NOT_YET}")
         if self.refused is not None:
             raise Refusal(self.refused)
         if self.found:
@@ -240,9 +251,7 @@ class Admission:
             caller: FrameType | None = frame
             while caller is not None and origin_of(caller.f_code.co_filename) == "stdlib":
                 caller = caller.f_back
-            if caller is not None and self._active.get(
-                caller.f_code
-            ):  # a frame of the user's, not of a trusted library
+            if caller is not None and self._active.get(caller.f_code):  # of the user's, not of a trusted library
                 self._at = caller.f_code, caller.f_lineno
                 self._enter_stdlib(frame, code)
         elif origin == "trusted":
@@ -252,7 +261,7 @@ class Admission:
                 self._refuse(f"it calls {code.co_name}, which a graph would not do again")
         else:
             self._at = (frame.f_back.f_code, frame.f_back.f_lineno) if frame.f_back is not None else (code, None)
-            if not self._is_known(code) and (importer := _find_importer(frame)) is not None:
+            if not self._is_known(code) and (importer := find_importer(frame)) is not None:
                 if origin_of(importer.f_code.co_filename) == "user":
                     self._at = importer.f_code, importer.f_lineno
                     self._refuse(f"it imports a module, {NOT_YET}")
@@ -264,7 +273,7 @@ class Admission:
                 self.admit(kind, kind.__qualname__)
                 self._drain()
             if not self._is_known(code):
-                if _handles_signal(frame):
+                if handles_signal(frame):
                     self._beside = frame
                     return
                 caller = frame.f_back
@@ -274,6 +283,8 @@ class Admission:
                 name = code.co_qualname
                 self._refuse(f"it calls {name}, which is reached in a way that cannot be compared between calls")
             self._activate(code, frame.f_globals, code.co_name)
+            if (itself := names_in(code).itself) is not None:
+                self._search(code, frame.f_locals[itself])
 
     def _is_called_directly(self, frame: FrameType) -> bool:
         """Whether the user's code has called this function of torch, not torch itself."""
@@ -290,34 +301,65 @@ class Admission:
 
     def _enter_stdlib(self, frame: FrameType, code: CodeType) -> None:
         module = str(frame.f_globals.get("__name__", ""))
+        if code.co_name == "_find_and_load":
+            self._refuse(f"it imports {frame.f_locals.get('name')}, {NOT_YET}")
         if not is_allowed_stdlib(module, code):
             self._refuse(f"it calls {module}.{code.co_qualname}, which may give something else in each call")
         if module == "os":
             self._admit_environment()
         self._active[code] = set()
-        if module == "typing" and code.co_name in (
-            "__instancecheck__",
-            "_proto_hook",
-        ):  # of protocols: by all attributes
+        if module == "typing" and code.co_name in ("__instancecheck__", "_proto_hook"):  # of protocols
             self._mention(frozenset(), True)
         if module.partition(".")[0] not in OPAQUE_STDLIB:
             names = names_in(code)
             held = frame.f_globals
             for _ in self.reads.entries_of(held, module, held, _putter(held)).ask(names.globals):
                 pass  # what is compared: functions of the standard library may be replaced
-            self._mention(names.attributes, names.reads_all or module == "copy", is_stdlib=True)
+            asked, unknown = names.read_named(held)
+            self._mention(asked, unknown or module == "copy", is_stdlib=True)
             self._drain()
 
     def _check_c_call(self, frame: FrameType, function: Any) -> None:
         owner = getattr(function, "__self__", None)
         name = getattr(function, "__name__", "")
+        if owner is builtins and name in _NAMES_OF_BUILTINS:
+            self._read_computed(names_in(frame.f_code), frame)
         key = function if owner is None or isinstance(owner, ModuleType | type) else (type(owner), name)
         pure = self._calls.get(key)
         if pure is None:
             pure = self._calls[key] = is_pure_builtin(function)
         if not pure:
             self._at = frame.f_code, frame.f_lineno
-            self._refuse(f"it calls {_name_of(function)}, which a graph would not do again")
+            self._refuse(f"it calls {name_of(function)}, which a graph would not do again")
+
+    def _read_computed(self, names: CodeNames, frame: FrameType) -> None:
+        """Admit what a call of `getattr` or another reads whose name the code does not say."""
+        local = names.named_by.get(frame.f_lasti)
+        if local is not None and isinstance(asked := frame.f_locals.get(local), str):
+            self._mention(frozenset((asked,)), False)
+        for value in [frame.f_locals.get(searched) for searched in names.searched] if local is None else ():
+            self._mention(frozenset(), isinstance(value, Tensor))
+            self._read_whole(value, value if isinstance(value, type) else type(value))
+        self._drain()
+
+    def _read_whole(self, value: Any, kind: type) -> None:
+        """Admit all attributes of an object and of its class."""
+        self.admit(kind, kind.__qualname__)
+        self._drain()
+        owners = {id(value), *map(id, kind.__mro__)}
+        for holder in [holder for holder in self._holders if id(holder.owner) in owners]:
+            self._extend(holder, None)
+
+    def _search(self, code: CodeType, value: Any) -> None:
+        """Admit all attributes of the objects of a class: a method of it asks them for any."""
+        kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+        found = next((kind for kind in kinds if any(has_code(v, code) for v in vars(kind).values())), None)
+        if found is None:  # a method that something wraps
+            return self._mention(frozenset(), True)
+        self._searched.add(found)
+        for holder in [h for h in self._holders if h.owner in found.__mro__ or found in type(h.owner).__mro__]:
+            self._extend(holder, None)
+        self._drain()
 
     def _activate(self, code: CodeType, module: dict[str, Any], path: str) -> None:
         """Admit what code reads that begins to run, and the parts of all functions that have it."""
@@ -336,7 +378,7 @@ class Admission:
             self._admit_import(name, level, module)
         for function, where in self._functions.get(code, ()):
             self._add_parts(function, where)
-        self._mention(names.attributes, names.reads_all)
+        self._mention(*names.read_named(module))
         self._drain()
 
     def _read_globals(self, module: dict[str, Any], names: frozenset[str]) -> None:
@@ -358,13 +400,10 @@ class Admission:
             if origin_of_module(part) == "trusted":
                 continue
             if part not in sys.modules:
-                self._refuse(f"it imports {part}, {NOT_YET}", {name})
-                continue
-            for _, value in (
-                ()
-                if self._predicts
-                else self.reads.entries_of(sys.modules, "sys.modules", sys.modules, _ignore).ask([part])
-            ):
+                self._missing.add(part)  # refused where it is imported: this line may not run
+                break
+            asked = () if self._predicts else [part]
+            for _, value in self.reads.entries_of(sys.modules, "sys.modules", sys.modules, _ignore).ask(asked):
                 self.admit(value, part)
 
     def _mention(self, names: frozenset[str], reads_all: bool, *, is_stdlib: bool = False) -> None:
@@ -379,12 +418,15 @@ class Admission:
             return
         self._names |= new
         self._reads_all |= turns
+        if "__code__" in new:  # of whichever function: a code object itself never changes
+            for function, path in [pair for pairs in self._functions.values() for pair in pairs]:
+                self.reads.note_function(path, function)
         for holder in [holder for holder in self._holders if not holder.is_of_library]:
             self._extend(holder, None if self._reads_all else new)
 
     def _extend(self, holder: _Holder, new: Iterable[str] | None) -> None:
         """Admit attributes of a holder; None is all of them."""
-        entries = holder.entries
+        entries, is_whole = holder.entries, new is None
         if new is None and not isinstance(holder.owner, type | ModuleType):
             entries.is_whole = not holder.skips
             new = [name for name in entries.held if isinstance(name, str)]
@@ -396,7 +438,7 @@ class Admission:
         for name in [name for name in holder.metadata or () if name in new and holder.metadata is not None]:
             self._admit_metadata(holder, name)
         for name in holder.slots or ():
-            if (name in new or self._reads_all) and holder.slots is not None and holder.slots[name] is not None:
+            if (is_whole or name in new) and holder.slots is not None and holder.slots[name] is not None:
                 member, holder.slots[name] = holder.slots[name], None
                 self._admit_slot(holder, name, member)
 
@@ -506,7 +548,7 @@ class Admission:
         elif value is environ:
             self._admit_environment()
         elif isinstance(value, Decimal):
-            self.reads.note_value("the context of decimal numbers", _decimal_context)
+            self.reads.note_value("the context of decimal numbers", decimal_context)
         elif value is Ellipsis or value is NotImplemented or isinstance(value, _UNCHANGING):
             return
         else:
@@ -536,7 +578,8 @@ class Admission:
         self.admit(type(module), path)
         entries = Entries(path, module, vars(module), _ignore)  # compared with all that modules have, in `guards`
         self._holders.append(_Holder(path, entries, skips=_MODULE_ATTRIBUTES, owner=module))
-        self._extend(self._holders[-1], None if self._reads_all else self._names)
+        is_whole = self._reads_all or not self._searched.isdisjoint(type(module).__mro__)
+        self._extend(self._holders[-1], None if is_whole else self._names)
         for held in (
             module._forward_pre_hooks,
             module._forward_hooks,
@@ -681,6 +724,7 @@ class Admission:
         **options: Any,
     ) -> None:
         entries = self.reads.entries_of(owner, path, held, put or _putter(held))
+        is_whole |= not self._searched.isdisjoint(type(owner).__mro__)
         holder = _Holder(path, entries, owner=owner, **options)
         self._holders.append(holder)
         names = self._user_names if holder.is_of_library else self._names
@@ -693,7 +737,7 @@ class Admission:
         if meta is not type and not _is_stdlib(meta):
             self.admit(meta, meta.__qualname__)
         if isinstance(kind, ABCMeta) and not _is_stdlib(kind):
-            self.reads.note_value(f"the classes registered for {path}", lambda: _registered(kind))
+            self.reads.note_value(f"the classes registered for {path}", lambda: registered_classes(kind))
         for base in kind.__mro__:
             name = base.__qualname__
             if origin_of_module(base.__module__) == "trusted":
@@ -716,6 +760,8 @@ class Admission:
             self._add_holder(base, name, vars(base), put=put, metadata=CLASS_METADATA)
             implicit = [n for n in vars(base) if n.startswith("__") and n.endswith("__") and n not in _NOT_READ]
             self._extend(self._holders[-1], implicit)
+        if not self._searched.isdisjoint(kind.__mro__):
+            self._read_whole(kind, kind)
 
     def _add_python_module(self, module: ModuleType, path: str) -> None:
         if module.__name__ == "numpy.random":
@@ -746,6 +792,8 @@ class Admission:
         elif isinstance(value, FunctionType):
             self._seen[id(value)] = value
             self._functions.setdefault(value.__code__, []).append((value, path))
+            if "__code__" in self._names:
+                self.reads.note_function(path, value)
             if origin_of(value.__code__.co_filename) != "user":
                 for cell in value.__closure__ or ():
                     found = self.reads.note_cell(path, cell)
@@ -768,7 +816,7 @@ class Admission:
     # Refusals
 
     def _refuse_value(self, value: Any, path: str) -> None:
-        text = f"it uses {path}, {_describe_kind(value)}, which cannot be compared between calls"
+        text = f"it uses {path}, {describe_kind(value)}, which cannot be compared between calls"
         self._refuse(text, _words(path))
 
     def _refuse(self, text: str, names: set[str] | None = None) -> None:
@@ -799,19 +847,6 @@ def predict_state(target: Any, uses: Sequence[object]) -> list[object]:
             admission.admit(value, type(value).__name__)
     admission.admit_target(target)
     return admission.found
-
-
-_registry_of: Any = vars(abc)["_get_dump"]  # what `ABCMeta._dump_registry` prints
-
-
-def _registered(kind: ABCMeta) -> tuple[int, ...]:
-    """The classes that are registered as subclasses of an abstract one."""
-    return tuple(sorted(id(reference()) for reference in _registry_of(kind)[0]))
-
-
-def _decimal_context() -> tuple[Any, ...]:
-    now = getcontext()
-    return now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp
 
 
 def _describe_plain(tensor: Tensor) -> tuple[Any, ...]:
@@ -861,38 +896,3 @@ def _is_exception(kind: type) -> bool:
 
 def _is_user_object(value: Any) -> bool:
     return origin_of_module(type(value).__module__) == "user"
-
-
-def _handles_signal(frame: FrameType) -> bool:
-    """Whether a frame is a handler of a signal: it gets the frame that it interrupts."""
-    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    return frame.f_back is not None and any(frame.f_locals.get(name) is frame.f_back for name in names)
-
-
-def _find_importer(frame: FrameType) -> FrameType | None:
-    """The frame whose import runs this one, the outermost where imports are nested, or None."""
-    found, above, is_import = None, frame.f_back, False
-    while above is not None:
-        if above.f_code.co_filename.startswith("<frozen importlib"):
-            is_import = True
-        elif is_import:
-            found, is_import = above, False
-        above = above.f_back
-    return found
-
-
-def _name_of(function: Any) -> str:
-    owner = getattr(function, "__self__", None)
-    where = (
-        owner.__name__ if isinstance(owner, ModuleType | type) else type(owner).__name__ if owner is not None else ""
-    )
-    return (
-        f"{where}.{getattr(function, '__name__', function)}"
-        if where not in ("", "builtins")
-        else str(function.__name__)
-    )
-
-
-def _describe_kind(value: Any) -> str:
-    name = f"the module {value.__name__}" if isinstance(value, ModuleType) else type(value).__name__
-    return name if isinstance(value, ModuleType) else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

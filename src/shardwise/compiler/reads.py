@@ -12,21 +12,25 @@ Which code computes from its arguments alone, and which names does code read?
 1. Code is of one of three origins. That of torch, of this package and of a few libraries is trusted; that of Python's
    standard library is allowed for some modules; all other code is the user's, and what it reads is noted.
 2. C functions are allowed by list. One that is not known reads something else in each call, until somebody has looked.
-3. What code may read is taken from its names. Where a name is computed (`getattr(x, name)`), all attributes may be
-   read. In a Python that is not known nothing is traced.
+3. What code may read is taken from its names. A name that a local has (`getattr(x, name)`) is read where it is used;
+   where one is computed otherwise, all attributes of that object may be read, or of all objects where it is no local.
+   In a Python that is not known nothing is traced.
 """
 
 from __future__ import annotations
 
+import abc
 import builtins
 import dis
 import functools
 import struct
 import sys
 import sysconfig
+from abc import ABCMeta
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import getcontext
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
@@ -35,6 +39,7 @@ from types import (
     BuiltinFunctionType,
     CellType,
     CodeType,
+    FrameType,
     FunctionType,
     MethodDescriptorType,
     ModuleType,
@@ -49,6 +54,7 @@ SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 MISSING: Any = object()
 _CONTENTS = attrgetter("cell_contents")
 _BASES, _NAMES = attrgetter("__mro__"), attrgetter("__name__", "__qualname__")
+_function_parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -375,10 +381,6 @@ def _is_disjoint(view: Any, names: frozenset[str]) -> bool:
     return cast(bool, view.isdisjoint(names))
 
 
-def _function_parts(function: FunctionType) -> tuple[Any, ...]:
-    return function.__code__, function.__defaults__, function.__kwdefaults__
-
-
 def _attributes_of(value: Any) -> Any:
     return object.__getattribute__(value, "__dict__")
 
@@ -461,10 +463,12 @@ _COMPUTED = _BY_NAME | words(
 _REFLECTIVE = words(
     """
     is_leaf grad_fn _version retains_grad
-    __globals__ __closure__ __code__ __defaults__ __kwdefaults__ cell_contents f_globals f_locals f_back gi_frame
+    __globals__ __closure__ __defaults__ __kwdefaults__ cell_contents f_globals f_locals f_back gi_frame
     __subclasses__
     """
 )
+_OF_ITSELF = words("__dict__ __getattribute__")
+_LOADS_LOCAL = words("LOAD_FAST LOAD_FAST_CHECK LOAD_DEREF")
 _LOADS_ONE = words("LOAD_FAST LOAD_FAST_CHECK LOAD_DEREF LOAD_GLOBAL LOAD_NAME LOAD_CONST")
 
 
@@ -553,7 +557,17 @@ class CodeNames:
     imports: tuple[tuple[str, int], ...]
     nested: tuple[CodeType, ...]
     reads_all: bool  # whether it may read attributes by names that are not in it
+    named_by: Mapping[int, str]  # the local that names an attribute, by the place of the call of `getattr` or another
+    named_by_globals: frozenset[str]
+    searched: frozenset[str]  # the locals of which attributes of other names are read
+    itself: str | None  # the local with the object of which a method reads any attribute
     reflective: str | None
+
+    def read_named(self, module: Mapping[str, Any]) -> tuple[frozenset[str], bool]:
+        """The attributes, with those that globals name; and whether others may be read as well."""
+        named = [module.get(name) for name in self.named_by_globals]
+        found = frozenset(name for name in named if isinstance(name, str))
+        return self.attributes | found, self.reads_all or not all(isinstance(name, str) for name in named)
 
 
 @lru_cache(maxsize=8192)
@@ -563,15 +577,23 @@ def names_in(code: CodeType) -> CodeNames:
     used, loaded = set[str](), set[str]()
     imports: list[tuple[str, int]] = []
     reads_all = any(i.opname == "MATCH_CLASS" for i in instructions)
-    constants = set[str | None]()
+    constants, by_globals, searched, named_by = set[str](), set[str](), set[str](), dict[int, str]()
     for at, each in enumerate(instructions):
         name = each.argval
         if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME", "DELETE_GLOBAL", "DELETE_NAME"):
             used.add(name)
             if name in _BY_NAME:
-                constant = _constant_name(instructions[at + 1 :])
-                reads_all |= constant is None
-                constants.add(constant)
+                owner, named, call = _find_name(instructions[at + 1 :])
+                if named is not None and named.opname == "LOAD_CONST" and isinstance(named.argval, str):
+                    constants.add(named.argval)
+                elif named is not None and call is not None and named.opname in _LOADS_LOCAL:
+                    named_by[call] = named.argval
+                elif named is not None and call is not None and named.opname == "LOAD_GLOBAL":
+                    by_globals.add(named.argval)
+                elif owner is not None:
+                    searched.add(owner)
+                else:
+                    reads_all = True
         elif each.opcode in dis.hasname and each.opname.startswith("LOAD_"):
             if each.opname.startswith(("LOAD_FROM_DICT", "LOAD_CLASS")):
                 used.add(name)
@@ -581,13 +603,26 @@ def names_in(code: CodeType) -> CodeNames:
             level = instructions[at - 2].argval if at >= 2 and isinstance(instructions[at - 2].argval, int) else 0
             imports.append((str(name), level))
     mentioned = frozenset(code.co_names)
+    computed = _COMPUTED - _BY_NAME
+    owners = {
+        _find_owner(code, instructions, at)
+        for at, i in enumerate(instructions)
+        if i.opcode in dis.hasname and i.argval in _OF_ITSELF
+    }
+    itself = owners.pop() if len(owners) == 1 else None
+    if itself is not None:
+        computed -= _OF_ITSELF
     return CodeNames(
         frozenset(used),
-        mentioned | {name for name in constants if name is not None},
+        mentioned | constants,
         frozenset(loaded),
         tuple(imports),
         tuple(constant for constant in code.co_consts if isinstance(constant, CodeType)),
-        reads_all or bool(mentioned & (_COMPUTED - _BY_NAME)) or bool((mentioned - used) & _BY_NAME),
+        reads_all or bool(mentioned & computed) or bool((mentioned - used) & _BY_NAME),
+        named_by,
+        frozenset(by_globals),
+        frozenset(searched),
+        itself,
         next(iter(sorted(mentioned & _REFLECTIVE)), None),
     )
 
@@ -600,15 +635,80 @@ def _is_method_load(instruction: dis.Instruction) -> bool:
     return is_flagged and bool((instruction.arg or 0) & 1)
 
 
-def _constant_name(after: list[dis.Instruction]) -> str | None:
-    """The second argument of `getattr(x.y, "name")`, as it follows the name `getattr`; None for all else."""
-    found: Iterator[dis.Instruction] = (i for i in after if i.opname not in ("PUSH_NULL", "EXTENDED_ARG"))
+def _find_owner(code: CodeType, instructions: list[dis.Instruction], at: int) -> str | None:
+    """The local of which this is the `__dict__`, or `__getattribute__` by `super()` or `object`.
+
+    None if it is neither the first argument nor a name of a function around this one.
+    """
+    before = [(i.opname, i.argval) for i in instructions[:at] if i.opname not in ("PRECALL", "PUSH_NULL")]
+    after = next(((i.opname, i.argval) for i in instructions[at + 1 :] if i.opname != "PUSH_NULL"), None)
+    first = code.co_varnames[:1] if code.co_argcount else ()
+    found: tuple[str, Any] = "", None
+    if instructions[at].argval == "__dict__" or instructions[at].opname == "LOAD_SUPER_ATTR":
+        found = before[-1]
+    elif before[-2:] == [("LOAD_GLOBAL", "super"), ("CALL", 0)]:
+        found = "LOAD_FAST", first[0] if first else None
+    elif before[-1] == ("LOAD_GLOBAL", "object") and after is not None:
+        found = after
+    is_set = any(i.opname.startswith(("STORE_FAST", "STORE_DEREF")) and i.argval == found[1] for i in instructions)
+    known = found[0] in _LOADS_LOCAL and found[1] in (*first, *code.co_freevars) and not is_set
+    return found[1] if known else None
+
+
+def _find_name(after: list[dis.Instruction]) -> tuple[str | None, dis.Instruction | None, int | None]:
+    """The arguments of `getattr(x, name)`, as they follow the name `getattr`: `x` if it is a local, and the name.
+
+    None for a name that is more than one instruction; and the place of the call, if it follows at once.
+    """
+    found = iter([i for i in after if i.opname not in ("PUSH_NULL", "EXTENDED_ARG", "PRECALL")])
     first = next(found, None)
     if first is None or first.opname not in _LOADS_ONE:
-        return None
-    second = next((i for i in found if i.opname != "LOAD_ATTR"), None)
-    is_constant = second is not None and second.opname == "LOAD_CONST" and isinstance(second.argval, str)
-    return second.argval if is_constant and second is not None else None
+        return None, None, None
+    second = next(found, None)
+    local = first.argval if first.opname in _LOADS_LOCAL and second and second.opname != "LOAD_ATTR" else None
+    while second is not None and second.opname == "LOAD_ATTR":
+        second = next(found, None)
+    rest = next(found, None)
+    call = next(found, None) if rest is not None and rest.opname in _LOADS_ONE else rest
+    return local, second, call.offset if call is not None and call.opname == "CALL" else None
+
+
+def has_code(value: Any, code: CodeType) -> bool:
+    """Whether some code is that of a function, or of one inside of it."""
+    own = value.__code__ if isinstance(value, FunctionType) else value
+    return own is code or (isinstance(own, CodeType) and any(has_code(part, code) for part in own.co_consts))
+
+
+def handles_signal(frame: FrameType) -> bool:
+    """Whether a frame is a handler of a signal: it gets the frame that it interrupts."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_back is not None and any(frame.f_locals.get(name) is frame.f_back for name in names)
+
+
+def find_importer(frame: FrameType) -> FrameType | None:
+    """The frame whose import runs this one, the outermost where imports are nested, or None."""
+    found, above, is_import = None, frame.f_back, False
+    while above is not None:
+        if above.f_code.co_filename.startswith("<frozen importlib"):
+            is_import = True
+        elif is_import:
+            found, is_import = above, False
+        above = above.f_back
+    return found
+
+
+def name_of(function: Any) -> str:
+    """The name of a function of C, with that of what it belongs to."""
+    owner = getattr(function, "__self__", None)
+    kind = owner if isinstance(owner, ModuleType | type) else type(owner)
+    where = "" if owner is None else f"{kind.__name__}."
+    return where.removeprefix("builtins.") + str(getattr(function, "__name__", function))
+
+
+def describe_kind(value: Any) -> str:
+    """The kind of a value in words."""
+    name = f"the module {value.__name__}" if isinstance(value, ModuleType) else type(value).__name__
+    return name if isinstance(value, ModuleType) else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def line_of(code: CodeType, names: set[str]) -> int:
@@ -620,6 +720,20 @@ def line_of(code: CodeType, names: set[str]) -> int:
         if instruction.argval in names and isinstance(instruction.argval, str):
             return line
     return code.co_firstlineno
+
+
+_registry_of: Any = vars(abc)["_get_dump"]  # what `ABCMeta._dump_registry` prints
+
+
+def registered_classes(kind: ABCMeta) -> tuple[int, ...]:
+    """The classes that are registered as subclasses of an abstract one."""
+    return tuple(sorted(id(reference()) for reference in _registry_of(kind)[0]))
+
+
+def decimal_context() -> tuple[Any, ...]:
+    """What operations on decimal numbers go by."""
+    now = getcontext()
+    return now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp
 
 
 NUMPY_READERS = ("random", "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "save", "savez")

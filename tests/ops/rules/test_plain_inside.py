@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from shardwise import plain_as_replicated
 from tests.dense import S0, S1, P, R, check, numbers
 
 LAYOUTS = (S0, S1, R, P)
@@ -54,3 +55,30 @@ def test_pad_sequence(layout: str, batch_first: bool) -> None:
 def test_nuclear_norm(layout: str) -> None:
     for program in (lambda x: x.norm("nuc"), lambda x: torch.norm(x, "nuc"), lambda x: x.norm("nuc", (0, 1), True)):
         check(program, (layout,), (X,), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_written_into_parts_of_a_plain_tensor_has_gradients(layout: str) -> None:
+    """As models fill a tensor of zeros row by row: the plain tensor has a tape of its own."""
+
+    def program(x: Any) -> list[Any]:
+        with plain_as_replicated():
+            rows, some, columns = (torch.zeros(4, 6, dtype=torch.float64) for _ in range(3))
+            for i, row in enumerate(x * 2):
+                rows[i, : row.size(0)] = row
+            some[[2, 0], 1:3] = x[:2, :2].exp()
+            columns[:, torch.tensor([5, 1])] = x[:, 1:3]
+            return [x * rows[:, :4], x.sum() * some, columns * x.sum()]
+
+    check(program, (layout,), (X,))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_indices_that_are_lists_of_numbers_of_the_tensors(layout: str) -> None:
+    def program(x: Any, at: Tensor) -> list[Any]:
+        rows, columns = (at[0], at[1]), [at[2], at[0]]
+        written = x * 1
+        written[rows, columns] = 0.0
+        return [x[rows, columns], x[at[0], at[1]], written]
+
+    check(program, (layout, R), (X, torch.tensor([3, 1, 0])))

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from shardwise._cache import cache_by_identity
-from shardwise._torch import assert_async, aten
+from shardwise._torch import assert_async, aten, pytree
 from shardwise.comm import Comm
 from shardwise.comm.stand_in import is_tracing
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.geometry.placements import bounds
 from shardwise.ops.engine import compute
-from shardwise.ops.implicit_replication import register_plain_maker, run_plain_maker
+from shardwise.ops.implicit_replication import reads_plain_as_replicated, run_plain_maker
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta, takes_copies
 from shardwise.ops.rules.view import index_rows, keeps_rows, pending_kinds, renumber_dims, select_rows
@@ -576,7 +576,21 @@ for _op in (aten.tril.default, aten.triu.default, aten.tril_.default, aten.triu_
     register_sharding(_op)(_triangle_rule(_op))
 
 
-register_plain_maker(Tensor.__getitem__)  # lists of numbers become tensors
+@register_function(Tensor.__getitem__)
+def _get_item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    """Lists of numbers become tensors, which torch makes."""
+    return run_plain_maker(Tensor.__getitem__, (args[0], _join_numbers(args[1])), kwargs)
+
+
+def _join_numbers(key: Any) -> Any:
+    """A key with one tensor for each list of ShardedTensors, of which torch would read the values."""
+    return tuple(_stack_numbers(k) if isinstance(k, list | tuple) else k for k in key) if type(key) is tuple else key
+
+
+def _stack_numbers(listed: Any) -> Any:
+    if not any(isinstance(leaf, ShardedTensor) for leaf in pytree.tree_leaves(listed)):
+        return listed
+    return torch.stack([_stack_numbers(k) if isinstance(k, list | tuple) else torch.as_tensor(k) for k in listed])
 
 
 @register_function(torch.tensor_split, Tensor.tensor_split)
@@ -594,7 +608,12 @@ def _split_at(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
 @register_function(Tensor.__setitem__)
 def _set_item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
     """Write into rows and slices in place. A row is taken as a slice of length 1, which shares memory."""
-    tensor, key, value = args
+    tensor, key, value = args[0], _join_numbers(args[1]), args[2]
+    if not isinstance(tensor, ShardedTensor) and reads_plain_as_replicated():
+        # Made by the program itself, with a tape of its own: what is written are the whole values, of which it knows.
+        whole = pytree.tree_map_only(ShardedTensor, lambda t: t.full(), (key, value))
+        tensor[whole[0]] = whole[1]
+        return None
     keys = key if isinstance(key, tuple) else (key,)
     simple = all(isinstance(k, int | slice) or k is None or k is Ellipsis for k in keys)
     if not isinstance(tensor, ShardedTensor) or not simple or any(isinstance(k, bool) for k in keys):
