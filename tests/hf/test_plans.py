@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -318,3 +319,24 @@ def test_sizes_that_are_tensors_are_numbers_in_a_pass_without_values() -> None:
     with torch.device("meta"):
         model = Chunked()
     assert "up.*" in shardwise.hf.plan(model, TP, {"x": torch.ones(4, 16)}).parameters
+
+
+class Captions(nn.Module):
+    """A model of images that cannot do without a text, as its config does not say."""
+
+    main_input_name = "pixel_values"
+    config = SimpleNamespace(image_size=2, num_channels=1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(9, 4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, pixel_values: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        assert input_ids is not None, "specify input_ids"
+        made: Tensor = self.down(self.up(self.words(input_ids) + pixel_values.reshape(1, 1, 4)).relu())
+        return made
+
+
+def test_inputs_that_a_model_names_are_made_where_the_main_one_is_not_enough() -> None:
+    made = shardwise.hf.plan(Captions(), TP)
+    assert made.parameters["down.weight"] == "tp: S(1)" and made.parameters["up.*"] == "tp: S(0)"

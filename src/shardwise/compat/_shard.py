@@ -23,10 +23,8 @@ import shardwise.ops  # what sharded tensors can compute
 from shardwise._torch import DisableTorchFunctionSubclass, _remote_device
 from shardwise.comm.current import GroupOrComm, load_with_process_group, resolve_comm
 from shardwise.comm.current import get_current_process_group as _get_current_process_group
-from shardwise.compat.creation import TorchShardedOptimizer as ShardedOptimizer
-from shardwise.compat.creation import check_before as _sharded_op_common
-from shardwise.compat.creation import check_chunk_spec as _chunk_sharding_spec_check
 from shardwise.compat.creation import (
+    ReplicatedTensor,
     empty,
     full,
     init_from_local_shards,
@@ -37,6 +35,10 @@ from shardwise.compat.creation import (
     shard_parameter,
     zeros,
 )
+from shardwise.compat.creation import TorchPartialTensor as _PartialTensor
+from shardwise.compat.creation import TorchShardedOptimizer as ShardedOptimizer
+from shardwise.compat.creation import check_before as _sharded_op_common
+from shardwise.compat.creation import check_chunk_spec as _chunk_sharding_spec_check
 from shardwise.compat.creation import register_on_local_shards as _register_sharded_op_on_local_shards
 from shardwise.compat.creation import register_on_local_tensor as _register_sharded_op_on_local_tensor
 from shardwise.compat.creation import reshard_output as _reshard_output
@@ -79,8 +81,6 @@ from shardwise.compat.specs import metadata_from_local_shards as build_metadata_
 from shardwise.compat.specs import pair_overlaps as _check_shard_metadata_pair_overlap
 from shardwise.compat.specs import rank_and_device as _parse_and_validate_remote_device
 from shardwise.compat.specs import stack_along_dim as recalc_global_sharded_tensor_metadata
-from shardwise.compat.whole_tensors import ReplicatedTensor
-from shardwise.compat.whole_tensors import TorchPartialTensor as _PartialTensor
 from shardwise.nn.optimizer import named_params_with_sharded_tensor
 from shardwise.nn.plan import Sharder, ShardingPlan, ShardingPlanner
 from shardwise.nn.shard_module import collect_local_shard as _collect_local_shard

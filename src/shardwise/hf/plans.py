@@ -567,7 +567,8 @@ def _find_experts(model: nn.Module) -> dict[str, Tensor]:
 
 def _follow_structure(model: nn.Module, ranks: int, example: Mapping[str, Any] | None) -> dict[str, str]:
     """Columns and rows as a forward pass meets them; tables of the vocabulary by rows."""
-    pairs = _run_without_values(model, make_example(model) if example is None else example)
+    examples = [make_example(model), make_example(model, all_inputs=True)] if example is None else [example]
+    pairs = _run_without_values(model, examples)
     modules, vocabulary = dict(model.named_modules()), _find_vocabulary(model)
     for name, part in modules.items():
         if is_linear(part) and id(part.weight) in vocabulary:
@@ -623,18 +624,21 @@ def _try(get: Any) -> Any:
         return None
 
 
-def _run_without_values(model: nn.Module, example: Mapping[str, Any]) -> LinearPairs:
-    try:
-        return find_linear_pairs(model, example)
-    except Exception as error:
-        device = next((p.device for p in model.parameters()), torch.device("meta"))
-        if device.type != "meta":
-            with suppress(Exception):  # of any kind: that of the pass without values says more
-                return find_linear_pairs(model, example, device)
-        raise PlanError(
-            f"{type(model).__name__} has no tp_plan, and a forward pass without values fails: {error}; pass "
-            "example=, the arguments of one forward pass, or write a ModelPlan"
-        ) from error
+def _run_without_values(model: nn.Module, examples: Sequence[Mapping[str, Any]]) -> LinearPairs:
+    """Follow a forward pass with the first of these arguments that work."""
+    device, errors = next((p.device for p in model.parameters()), torch.device("meta")), []
+    for example in examples:
+        try:
+            return find_linear_pairs(model, example)
+        except Exception as error:  # of any kind: that of the pass without values says more than others
+            errors.append(error)
+            if device.type != "meta":
+                with suppress(Exception):
+                    return find_linear_pairs(model, example, device)
+    raise PlanError(
+        f"{type(model).__name__} has no tp_plan, and a forward pass without values fails: {errors[0]}; pass "
+        "example=, the arguments of one forward pass, or write a ModelPlan"
+    ) from errors[0]
 
 
 def _make_images(config: Any, dtype: torch.dtype | None) -> Tensor:
@@ -651,8 +655,8 @@ def _compares_images_with_texts(model: nn.Module) -> bool:
     return both and not tokens and "pixel_values" in named and "input_ids" in named
 
 
-def make_example(model: nn.Module) -> dict[str, Tensor]:
-    """Arguments for one forward pass of a model of transformers, from its config."""
+def make_example(model: nn.Module, *, all_inputs: bool = False) -> dict[str, Tensor]:
+    """Arguments for one forward pass of a model of transformers, from its config: the main ones, or all it names."""
     config = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
@@ -673,4 +677,11 @@ def make_example(model: nn.Module) -> dict[str, Tensor]:
         found = {name: ids}
     if _compares_images_with_texts(model):
         found["pixel_values"] = _make_images(config.vision_config, dtype)
-    return {**found, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else found
+    if getattr(config, "is_encoder_decoder", False):
+        found["decoder_input_ids"] = ids
+    if all_inputs:
+        named = inspect.signature(model.forward).parameters
+        others = {"input_ids": ids, "decoder_input_ids": ids}
+        others |= {"pixel_values": _make_images(getattr(config, "vision_config", config), dtype)}
+        found |= {other: value for other, value in others.items() if other in named and other not in found}
+    return found

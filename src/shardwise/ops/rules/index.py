@@ -588,9 +588,11 @@ def _join_numbers(key: Any) -> Any:
 
 
 def _stack_numbers(listed: Any) -> Any:
-    if not any(isinstance(leaf, ShardedTensor) for leaf in pytree.tree_leaves(listed)):
+    held = [leaf for leaf in pytree.tree_leaves(listed) if isinstance(leaf, ShardedTensor)]
+    if not held:
         return listed
-    return torch.stack([_stack_numbers(k) if isinstance(k, list | tuple) else torch.as_tensor(k) for k in listed])
+    parts = [_stack_numbers(k) if isinstance(k, list | tuple) else k for k in listed]
+    return torch.stack([k if isinstance(k, Tensor) else torch.tensor(k, device=held[0].device) for k in parts])
 
 
 @register_function(torch.tensor_split, Tensor.tensor_split)
