@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise import Mesh, ModelPlan, run_local, shard_module
 from shardwise.cli.main import app
-from shardwise.geometry import Partial
+from shardwise.geometry import Partial, Shard
 from shardwise.geometry.notation import find_dtype
 from shardwise.nn import PlanError, load_plan
 from shardwise.planner import AutoPlanner, Device, estimate, explain_plan, sweep
@@ -186,6 +186,32 @@ def test_pins_hold() -> None:
     assert not specs["blocks.0.q.weight"].placements[0].is_shard(0)  # one unit of 32 rows
     with pytest.raises(PlanError, match=r"the pattern 'no\.such' matches no parameter or module"):
         AutoPlanner("tp=2", fix={"no.such": "R"}).plan(Net(), make_ids(1, 64))
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"fix": {"embed.weight": "S(3)"}}, r"embed\.weight of shape \(64, 32\) is pinned to S\(3\); .* its 2 dims"),
+        (
+            {"fix": {"embed.weight": "R"}, "forbid": {"embed.*": ["R"]}},
+            r"'embed\.weight' is fixed to R, 'embed\.\*' is",
+        ),
+        ({"fix": {"blocks.1": "S(7)"}}, r"on tp=2 that is left: 'blocks\.1' is fixed to S\(7\)"),
+        ({"fix": {"inputs": "S(0)"}}, r"inputs of 3 rows on tp=2: .* 'inputs' is fixed to S\(0\); S\(0\) takes a"),
+    ],
+)
+def test_pins_that_leave_nothing_say_why(pins: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        AutoPlanner("tp=2", device=SLOW, topology=FAST, **pins).plan(Net(), make_ids(3, 16))
+
+
+def test_a_pin_of_a_later_block_counts() -> None:
+    """Not about: blocks are decided alike, so what one of them returns is what all do."""
+    pins = {"blocks.1": "S(1)", "inputs": "replicated"}
+    search = Search(AutoPlanner("tp=2", device=SLOW, topology=FAST, fix=pins), Net(), make_ids(2, 16), None, 16, None)
+    space = search.build(False, search.pins)
+    last = next(n for n in space.nodes if space.graph.nodes[n].outputs[0] == space.graph.returned["blocks.0"])
+    assert {one.outputs[0] for one in space.candidates[last]} == {(Shard(1),)}
 
 
 def test_equal_blocks_are_decided_once_and_lose_nothing() -> None:

@@ -185,6 +185,17 @@ class Pins:
             for pattern in given:
                 match_patterns([pattern], names, "parameter or module")
 
+    def describe(self, *names: str) -> str:
+        """What is pinned of something, in words.
+
+        >>> Pins(fix={"*.weight": "S(0)"}, forbid={"up.*": ["R"]}).describe("up.weight")
+        "'*.weight' is fixed to S(0), 'up.*' is forbidden R"
+        """
+        texts = [f"{p!r} is fixed to {t}" for p, t in self.fix.items() if _matches(p, *names)]
+        for word, given in (("allowed", self.allow), ("forbidden", self.forbid)):
+            texts += [f"{p!r} is {word} {' or '.join(some)}" for p, some in given.items() if _matches(p, *names)]
+        return ", ".join(texts) or "nothing is pinned"
+
     @property
     def patterns(self) -> list[str]:
         return [p for given in (self.fix, self.allow, self.forbid) for p in given]
@@ -205,9 +216,9 @@ def read_pin(text: str, mesh: Mesh) -> Placements:
     return (Replicate(),) * mesh.ndim if text in (REPLICATED, "R") else tuple(read_placements(text, mesh))
 
 
-def _matches(pattern: str, name: str) -> bool:
+def _matches(pattern: str, *names: str) -> bool:
     try:
-        return bool(match_patterns([pattern], [name]))
+        return bool(match_patterns([pattern], names))
     except PlanError:
         return False
 
@@ -258,7 +269,7 @@ class SpaceBuilder:
         self.shapes = {name: tuple(shape) for name, shape in names.items()}
         self.classes = find_classes(graph, list(names), tied=tied)
         self.alike = self.classes if tied else find_classes(graph, list(names))
-        self._made: dict[int, tuple[tuple[Candidate, ...], tuple[float, ...], tuple[float, ...]]] = {}
+        self._made: dict[tuple[int, str], tuple[tuple[Candidate, ...], tuple[float, ...], tuple[float, ...]]] = {}
         self._moves: dict[Any, tuple[FlowMove, ...]] = {}
         self.choices: list[PlanChoice] = []
         self.candidates: dict[int, tuple[Candidate, ...]] = {}
@@ -313,12 +324,17 @@ class SpaceBuilder:
         """Placements that a user asks for and that would not be tried otherwise, as uneven ones."""
         texts = [t for p, t in self.pins.fix.items() if _matches(p, name)]
         texts += [t for p, some in self.pins.allow.items() if _matches(p, name) for t in some]
-        asked = [read_pin(t, self.mesh) for t in texts]
+        asked, dims = [read_pin(t, self.mesh) for t in texts], len(self.shapes[name])
+        for text, placements in zip(texts, asked, strict=True):
+            if any(isinstance(p, Partial) or (isinstance(p, Shard) and p.dim >= dims) for p in placements):
+                raise PlanError(
+                    f"{name} of shape {self.shapes[name]} is pinned to {text}; a parameter is whole (R) or split along "
+                    f"one of its {dims} dims, as S({max(0, dims - 1)})"
+                )
         found = [p for p in asked if all(rule(p) for rule in rules)]
         if not found:
             raise PlanError(
-                f"{name} of shape {self.shapes[name]}: no placement on {self.mesh} is left by what is fixed, allowed "
-                f"and forbidden: {', '.join(p for p in self.pins.patterns if _matches(p, name)) or 'nothing'}"
+                f"{name} of shape {self.shapes[name]}: no placement on {self.mesh} is left: {self.pins.describe(name)}"
             )
         return found
 
@@ -344,28 +360,43 @@ class SpaceBuilder:
             if batch % parts == 0 and rows and explicit and allowed(placements):
                 found.append(placements)
         if not found:
-            raise PlanError(f"inputs of {batch} rows on {self.mesh}: no placement is left by what is pinned")
+            raise PlanError(
+                f"inputs of {batch} rows on {self.mesh}: no placement is left: {self.pins.describe(INPUTS)}; S(0) takes "
+                "a multiple of the ranks that split the rows"
+            )
         self.input_layouts = tuple(found)
         self.choices.append(PlanChoice(INPUTS, 1, (0.0,) * len(found), (0.0,) * len(found)))
         return len(self.choices) - 1
 
     def _add_node(self, number: int, count: int) -> None:
-        node, alike = self.graph.nodes[number], self.alike.nodes[number]
-        if alike not in self._made:
-            own = tuple(self._combine(node))
+        node, modules = self.graph.nodes[number], self._modules_of[number]
+        pinned = self.pins.describe(*modules) if self.pins.patterns and self._is_last(node) else ""
+        key = self.alike.nodes[number], pinned
+        if key not in self._made:
+            own = tuple(self._combine(node, [self.pins.allows(module, self.mesh) for module in modules]))
             costs = tuple(self._node_cost(node, c) for c in own)
-            self._made[alike] = own, costs, tuple(self._node_memory(node, c) for c in own)
-        found, costs, memory = self._made[alike]
+            self._made[key] = own, costs, tuple(self._node_memory(node, c) for c in own)
+        found, costs, memory = self._made[key]
         if not found:
             raise PlanError(
-                f"{node.call.op} in {node.module or 'the model'} has no strategy on {self.mesh} that is left"
+                f"{node.call.op} in {node.module or 'the model'} has no strategy on {self.mesh} that is left: "
+                f"{pinned or 'nothing is pinned'}"
             )
         self.nodes[number] = len(self.choices)
         self.candidates[number] = found
         self.choices.append(PlanChoice(f"{node.module}: {node.call.op}", count, costs, memory))
 
-    def _combine(self, node: Node) -> list[Candidate]:
-        """One strategy for each axis, where all tensors can be cut so."""
+    @cached_property
+    def _modules_of(self) -> dict[int, tuple[str, ...]]:
+        """The modules of the nodes that are decided together, by the number of the first one."""
+        found: dict[int, dict[str, None]] = {}
+        for number, own in enumerate(self.classes.nodes):
+            if module := self.graph.nodes[number].module:
+                found.setdefault(own, {})[module] = None
+        return {own: tuple(found.get(own, ())) for own in self.classes.nodes}
+
+    def _combine(self, node: Node, rules: Sequence[Callable[[Placements], bool]]) -> list[Candidate]:
+        """One strategy for each axis, where all tensors can be cut so; `rules` of what its module returns."""
         shapes = [self.graph.values[v].shape for v in node.inputs]
         results = [self.graph.values[v].shape for v in node.outputs]
         differentiated = [self.graph.values[v].differentiated for v in node.inputs]
@@ -373,7 +404,7 @@ class SpaceBuilder:
         sets = [list(s) if n > 1 else list(s[:1]) for s, n in zip(node.strategies, self.mesh.shape, strict=True)]
         if math.prod(len(s) for s in sets) > MOST_CANDIDATES:  # pending inputs first
             sets = [[s for s in own if not any(isinstance(p, Partial) for p in s.inputs)] for own in sets]
-        pinned = self.pins.allows(node.module, self.mesh) if node.module else None
+        is_last = self._is_last(node)
         for chosen in itertools.product(*sets):
             inputs = [tuple(s.inputs[i] for s in chosen) for i in range(len(shapes))]
             outputs = tuple(tuple(_output(s, i) for s in chosen) for i in range(len(results)))
@@ -382,7 +413,7 @@ class SpaceBuilder:
                 continue
             if any(isinstance(p, Partial) and p != Partial("sum") for ps in (*inputs, *outputs) for p in ps):
                 continue
-            if pinned is not None and self._is_last(node) and not pinned(outputs[0]):
+            if is_last and not all(rule(outputs[0]) for rule in rules):
                 continue
             splits = [is_split(s) and n > 1 for s, n in zip(chosen, self.mesh.shape, strict=True)]
             wanted = tuple(
