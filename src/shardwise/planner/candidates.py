@@ -361,8 +361,8 @@ class SpaceBuilder:
                 found.append(placements)
         if not found:
             raise PlanError(
-                f"inputs of {batch} rows on {self.mesh}: no placement is left: {self.pins.describe(INPUTS)}; S(0) takes "
-                "a multiple of the ranks that split the rows"
+                f"inputs of {batch} rows on {self.mesh}: no placement is left: {self.pins.describe(INPUTS)}; S(0) "
+                "takes a multiple of the ranks that split the rows"
             )
         self.input_layouts = tuple(found)
         self.choices.append(PlanChoice(INPUTS, 1, (0.0,) * len(found), (0.0,) * len(found)))
