@@ -142,6 +142,7 @@ def overrides_scope() -> Iterator[None]:
 Implementation: TypeAlias = Callable[[Sequence[type], tuple[Any, ...], dict[str, Any], Comm], Any]
 F = TypeVar("F", bound=Implementation)
 
+_READ_A_NUMBER = (Tensor.__index__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__bool__)
 _NO_DATA = "data is not allocated"
 _functions: dict[Callable[..., Any], Implementation] = {}
 _functions_with_out: dict[Callable[..., Any], Implementation] = {}
@@ -208,6 +209,8 @@ def call_function(
     except RuntimeError as error:
         if _NO_DATA not in str(error):
             raise
+        if func in _READ_A_NUMBER:  # for `torch.tensor([x, 1])`, which reads its numbers below all operators
+            return func(args[0]._gather_values())
         raise UnsupportedOpError(
             f"{getattr(func, '__name__', func)} reads the values of a ShardedTensor before it computes, and no rank "
             "has them all; pass tensor.full() for arguments that are indices or sizes"

@@ -82,3 +82,15 @@ def test_indices_that_are_lists_of_numbers_of_the_tensors(layout: str) -> None:
         return [x[rows, columns], x[at[0], at[1]], written]
 
     check(program, (layout, R), (X, torch.tensor([3, 1, 0])))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numbers_of_tensors_in_lists_of_which_torch_makes_a_tensor(layout: str) -> None:
+    """torch reads them below all operators."""
+
+    def program(x: Any) -> list[Any]:
+        lengths = [0, *(x[0] + 9).long()[:2], (x[1, 1] * 0).int()]
+        made = [torch.tensor(lengths), torch.as_tensor([[x[0, 0], 2.0]]), torch.tensor([x[0, 0] > 99, True])]
+        return [x[:1, 0] * value.sum() for value in made]
+
+    check(program, (layout,), (X.detach(),), grad=False)
