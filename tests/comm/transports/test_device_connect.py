@@ -94,7 +94,7 @@ def choose(
 
     def body(rank: int) -> Any:
         local.rank = rank
-        native = NativeEngine(None, rank, ranks, CPU, gatherer.of(rank))  # type: ignore[arg-type]  # nothing is sent
+        native = NativeEngine(gatherer, rank, ranks, CPU, gatherer.of(rank))  # type: ignore[arg-type]  # nothing is sent
         try:
             found: Any = choose_device_engine(native, rank, ranks, 20.0, requests[rank])
         except ValueError as error:
