@@ -103,9 +103,9 @@ def _measure(sizes: SyncBenchSizes) -> dict[str, list[float]]:
         _time(spans, "push", lambda t: link.push(t) if rank in TRAINERS else None, turn)
         _time(spans, "pull", lambda t: _sync(link, rank, t) if rank in SERVERS else None, turn)
         _time(spans, "push and pull", lambda t: _sync(link, rank, t), turn)
-        peak = Peak()
+        peak = Peak() if far is not None else None  # it collects garbage, for which who serves a pull would wait
         _time(spans, OVER_TCP, lambda t: _sync(far or link, rank, t), turn)
-        spans.setdefault(EXTRA, []).append(float(peak.grown() or 0) if far is not None else 0.0)
+        spans.setdefault(EXTRA, []).append(float(peak.grown() or 0) if peak is not None else 0.0)
     if rank in SERVERS:
         assert all(float(x[0, 0]) == (rank - 4) * 2 for x in local), "wrong values arrived"
     dist.barrier()  # a publisher that closes too early leaves the last pull waiting for it
