@@ -124,8 +124,9 @@ def layouts_of(call: Call) -> list[str]:
 
 
 def _described(layout: str, shape: tuple[int, ...], call: Call) -> str:
-    if layout == "P":
-        return "R" if call.dtype == torch.bool else "P"
+    if layout == "P":  # the sum of inf + 0j and a number is not a number in torch
+        summed = call.dtype != torch.bool and not (call.dtype.is_complex and call.values == "infinities")
+        return "P" if summed else "R"
     if layout == "R" or not shape:
         return "R"
     if layout == "S(-1)":
@@ -214,9 +215,7 @@ def sharded(layout: str, comm: Comm) -> Place:
 
 def addend(tensor: Tensor, rank: int) -> Tensor:
     """One of two addends of a tensor, without rounding: halves of floats, and 1 against the rest of integers."""
-    if tensor.is_complex():  # part by part: half of inf + 0j has a part that is not a number
-        return torch.view_as_complex(torch.view_as_real(tensor.resolve_conj()) / 2)
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.is_complex():
         return tensor / 2
     return torch.ones_like(tensor) if rank else tensor - 1
 

@@ -180,6 +180,21 @@ GRAPH: dict[str, Row] = {
 }
 
 PLAIN: dict[str, Row] = {
+    # What a second run of a trace would set as it was before.
+    "entries that swap": ("ks = [1.0, 2.0]", "ks[0], ks[1] = ks[1], ks[0]\nreturn x * ks[0]"),
+    "attribute that is deleted and set": (
+        "class C: pass\nc = C()\nc.v = 1.0",
+        "try:\n  del c.v\n  return x * 2\nexcept AttributeError:\n  c.v = 1.0\n  return x * 3",
+    ),
+    "flag that turns": ("on = True", "global on\non = not on\nreturn x * 2 if on else x"),
+    "deque that rotates by half": (
+        "from collections import deque\nd = deque([1.0, 2.0])",
+        "d.rotate(1)\nreturn x * d[0]",
+    ),
+    "keys that come and go": (
+        "d = {}",
+        "x = x * (2 if 'k' in d else 3)\nd.pop('k') if 'k' in d else d.update(k=1)\nreturn x",
+    ),
     "class of a Python module": (
         "import types\nimport rows_config as c\nclass M(types.ModuleType):\n  def __getattribute__(s, n):\n"
         "    return 9.0 if n == 'scale' else super().__getattribute__(n)",

@@ -432,10 +432,17 @@ class CompiledProgram:
             raise NotTraceableError("a whole step has an argument that requires grad; let the function use it by name")
         arguments = TracedArguments(structure, tuple(describe_leaf(leaf) for leaf in leaves))
         gradients = self._has_gradients(state) if self._in_step else [False] * len(state.local_tensors())
-        program = FlatProgram(
-            self._target, state, arguments, leaves, comm, trace, self._in_step, gradients, admission.check, kind.result
-        )
         effects = SideEffects(state)
+
+        def check_effects() -> None:
+            changed = admission.reads.undo(), effects.undo()
+            if any(changed):
+                _raise_effect(*changed)
+
+        checks = admission.check, check_effects
+        program = FlatProgram(
+            self._target, state, arguments, leaves, comm, trace, self._in_step, gradients, *checks, kind.result
+        )
 
         def prepare(graph: GraphModule, name: str) -> None:
             kind.schedules[name] = schedule_moves(graph, self._limit)
@@ -452,9 +459,7 @@ class CompiledProgram:
             if any(changed) and not isinstance(error, BackwardInside | NewState | Refusal):
                 _raise_effect(*changed)
             raise
-        changed = admission.reads.undo(), effects.undo()
-        if any(changed):
-            _raise_effect(*changed)
+        check_effects()
         kind.guard.memory = MemoryWatch(real, frozenset(kind.result.writes))
         shared = kind.guard.memory.find(real)
         if shared is not None:

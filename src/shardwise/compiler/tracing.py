@@ -286,6 +286,7 @@ class FlatProgram:
     in_step: bool
     has_gradient: Sequence[bool]
     check: Callable[[], None]  # raises where the trace has to end, though the program may have caught that
+    check_effects: Callable[[], None]  # puts back what a run has set, and raises: another run may set it as it was
     result: TracedResult = field(default_factory=TracedResult)
     grad_mode: bool = field(default_factory=torch.is_grad_enabled)
 
@@ -323,6 +324,7 @@ class FlatProgram:
                 raise NotTraceableError(f"it sets a mode of torch, {NOT_AGAIN}")
             _check_arguments(before, flatten_nest((args, kwargs)))
             outputs = self._describe(returned, flat)
+        self.check_effects()
         self.result.writes |= {i for i, (t, v) in enumerate(zip(flat, versions, strict=True)) if t._version != v}
         if not self.in_step and not self.result.sources:
             self.result.sources = [_find_sources(output, flat) for output in outputs]
