@@ -64,7 +64,8 @@ EDGE_HEAD = """
 `python -m bench.op_db docs/op_db.md --edges` writes this section: {samples} for each dtype of float64, complex128,
 int64 and bool, each with other values in its tensors (zeros, ties, zeros of both signs, very large and tiny numbers,
 infinities, nan, integers at the limits of the dtype), and with a length of 0, 1 or 3 in place of its largest one. Calls
-of which whole tensors raise an error are left out. In the layouts and forms above, made with torch {release}.
+of which whole tensors raise an error are left out. In the layouts and forms above, of {operators} operators, made with
+torch {release}.
 """
 
 
@@ -154,7 +155,8 @@ def page(mine: Sequence[Ending], others: Sequence[Ending], samples: int) -> str:
 def write_edges(text: str, endings: Sequence[Ending], samples: int) -> str:
     """A page with the section of edge values made anew, in front of the operators."""
     number = "1 sample" if samples == 1 else f"{samples} samples"
-    lines = [EDGES, EDGE_HEAD.format(samples=number, release=".".join(torch.__version__.split(".")[:2]))]
+    release, count = ".".join(torch.__version__.split(".")[:2]), len({e.operator for e in endings})
+    lines = [EDGES, EDGE_HEAD.format(samples=number, operators=count, release=release)]
     columns = ["calls", *KINDS, "share"]
     lines += _table(["all", *columns], {"all": list(endings)}, {})
     for title, key in (("values", lambda e: e.values), ("dtype", lambda e: e.dtype), ("layout", lambda e: e.layout)):

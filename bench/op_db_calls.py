@@ -88,7 +88,7 @@ def calls(op: Any, samples: int, edges: bool = False) -> Iterator[tuple[Call, An
         gradients = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
         drawn = _run_quietly(partial(_samples, op, dtype, gradients, samples))
         for number, sample in enumerate(filter(_is_usable, drawn or ())):
-            for values, arguments in edges_of(sample, dtype) if edges else [(DRAWN, sample)]:
+            for values, arguments in edges_of(sample, dtype, op.name) if edges else [(DRAWN, sample)]:
                 for form, function in forms.items():
                     taped = gradients and form == CALL
                     auxiliary = op.name in AUXILIARY
@@ -124,9 +124,9 @@ def layouts_of(call: Call) -> list[str]:
 
 
 def _described(layout: str, shape: tuple[int, ...], call: Call) -> str:
-    if layout == "P":  # the sum of inf + 0j and a number is not a number in torch
-        summed = call.dtype != torch.bool and not (call.dtype.is_complex and call.values == "infinities")
-        return "P" if summed else "R"
+    if layout == "P":  # the sum of inf + 0j and a number is not a number in torch; addends of the limits wrap around
+        endless = call.dtype.is_complex and call.values in ("infinities", "large")
+        return "R" if call.dtype == torch.bool or endless or call.values == "limits" else "P"
     if layout == "R" or not shape:
         return "R"
     if layout == "S(-1)":
