@@ -319,9 +319,8 @@ class Subscriber:
         lists = {rank: text for rank, (host, _, text) in listed.items() if host == self._host}
         limit = sys.maxsize if self._takes_strides else self._limit
         self._plan = share_reads(self._plan, self.comm.rank, lists, near, limit)
-        for owner, reads in self._plan.reads.items():
-            own = [read for read in reads if not read.is_passed]
-            self._own[owner] = own, sum(read.sent_bytes for read in own)
+        own = {owner: [r for r in reads if not r.is_passed] for owner, reads in self._plan.reads.items()}
+        self._own = {owner: (reads, sum(read.sent_bytes for read in reads)) for owner, reads in own.items()}
         rounds = gather_values(self.comm, len(self._plan.gives), label="sync subscribe: rounds")
         self._rounds = max(rounds.values())
 
