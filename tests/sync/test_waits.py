@@ -95,3 +95,36 @@ def test_a_listener_without_descriptors_accepts_later(monkeypatch: pytest.Monkey
         began = time.monotonic()
         subscribe({"w": torch.zeros(4)}, trainer.address, token=TOKEN).close()
         assert failed.is_set() and time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("after", ["nothing", "the challenge", "the handshake"])
+def test_a_publisher_that_stops_while_they_meet_is_an_error_in_time(after: str) -> None:
+    stopped = threading.Event()
+
+    def serve(_: Any) -> None:
+        stopped.wait(60)
+
+    began = time.monotonic()
+    if after == "the handshake":
+        listener = session.SyncListener(("127.0.0.1", 0), TOKEN.encode(), {"epoch": "1"}, serve)
+        port, close = listener.port, listener.close
+    else:
+        server = socket.create_server(("127.0.0.1", 0))
+        port, close = server.getsockname()[1], server.close
+        if after == "the challenge":
+            server.settimeout(60)
+
+            def challenge() -> None:
+                guest, _ = server.accept()
+                session._send_open(guest, {"shardwise.sync": 1, "nonce": "00" * 16}, time.monotonic() + 20)
+                stopped.wait(60)
+                guest.close()
+
+            threading.Thread(target=challenge).start()
+    try:
+        with pytest.raises(SyncError, match=r"subscriber 'me' rank 0: no publisher at tcp://.* within 0.5 s: "):
+            subscribe({"w": torch.zeros(2)}, f"tcp://127.0.0.1:{port}", token=TOKEN, deadline=0.5, name="me")
+    finally:
+        stopped.set()
+        close()
+    assert time.monotonic() - began < 40
