@@ -13,7 +13,8 @@ once into each layout that some reader wants: the engine moves a tensor once, ho
   gathered ahead are hidden by their readers, sums of gradients by all that is computed.
 - Memory is linear in x and y, and has a limit.
 
-The relaxation, in which x may be a fraction, is a lower bound; where it is integral it is the answer. HiGHS solves both
+The relaxation, in which x may be a fraction, is a lower bound; where it is integral it is the answer. Else the best
+whole solution of the candidates that it takes in part is mostly as good, and found at once. HiGHS solves all of them
 (`scipy.optimize.milp`), with one thread, so that the answer is the same at each run.
 """
 
@@ -286,12 +287,28 @@ def solve(
     x = values[: columns.first[-1]]
     if not relaxed and np.abs(x - np.round(x)).max(initial=0) > INTEGRAL:
         left = max(1.0, time_limit - (time.monotonic() - started))
-        whole = _minimise(columns, costs, left, whole=True)
-        if whole is None:
-            raise Infeasible
-        values, bound = whole.values, max(bound, whole.bound)
+        rounded = _round(columns, costs, found, left)
+        if rounded is None:
+            whole = _minimise(columns, costs, left, whole=True)
+            if whole is None:
+                raise Infeasible
+            rounded, bound = whole.values, max(bound, whole.bound)
+        values = rounded
     spent = time.monotonic() - started
     return _read(columns, values, bound, costs, memory, spent, relaxed)
+
+
+def _round(columns: _Columns, costs: Floats, relaxed: _Found, time_limit: float) -> Floats | None:
+    """The best solution among the candidates that the relaxed one takes in part, if it is near enough to the bound."""
+    parts = np.ones(columns.width, bool)
+    parts[: columns.first[-1]] = relaxed.values[: columns.first[-1]] > INTEGRAL
+    try:
+        found = _minimise(columns, np.where(parts, costs, math.inf), time_limit, whole=True)
+    except Unsolved:
+        return None
+    if found is None or float(np.where(found.values > 0, costs, 0.0) @ found.values) > relaxed.bound * (1 + GAP):
+        return None
+    return found.values
 
 
 def find_least_memory(problem: PlanProblem, time_limit: float = 60.0) -> Solution | None:
