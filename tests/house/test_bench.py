@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import checkpoint, layouts, move, plans
+from bench import checkpoint, checkpoint_stall, layouts, move, plans
 from bench.__main__ import SECTIONS, main
 from bench.memory import Peak
 from bench.timing import Contender, run_interleaved
@@ -60,8 +60,10 @@ def test_move_runs_and_checks_its_values(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_checkpoint_runs_and_checks_what_it_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table, offline = _tables("checkpoint", tmp_path)
+    table, stall, offline = _tables("checkpoint", tmp_path)
     assert isinstance(offline["rows"], list) and offline["rows"]
+    assert isinstance(stall["rows"], list)
+    assert [row[0] for row in stall["rows"]] == [checkpoint_stall.OURS, checkpoint_stall.PEER, checkpoint_stall.COPY]
     assert "Checkpoints: save, and load in another layout" in capsys.readouterr().out
     assert isinstance(table["rows"], list)
     ways = {(row[0], row[1]) for row in table["rows"]}
