@@ -180,3 +180,38 @@ def test_plans_with_plain_outputs_need_inputs_and_are_written_to_files(tmp_path:
         return isinstance(model.up.weight, ShardedTensor)
 
     assert all(run_local(body, 2))
+
+
+class Filling(nn.Module):
+    """Writes its rows into a tensor of zeros, which is a plain one of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.zeros(x.shape[0], 5, dtype=x.dtype)
+        for i, row in enumerate(self.inner(x)):
+            made[i, : row.shape[0]] = row
+        return made
+
+
+@pytest.mark.parametrize("layout", ["S(0)", "R"])
+def test_rows_of_a_plain_tensor_that_a_model_fills_are_those_of_the_rank_and_have_gradients(layout: str) -> None:
+    dense, batch = Filling(), torch.arange(12.0, dtype=torch.float64).reshape(4, 3).sin()
+    expected = dense(batch)
+    expected.square().sum().backward()
+
+    def body(comm: Comm) -> tuple[Tensor, list[Any]]:
+        model = copy.deepcopy(dense)
+        model.zero_grad()
+        plan = {"inner.weight": layout} if layout != "R" else {}
+        shard_module(model, ModelPlan(Mesh.of(dp=2), plan, input_plan="dp: S(0)", output_plan="plain"))
+        found = model(batch[2 * comm.rank : 2 * comm.rank + 2])
+        found.square().sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        return found.detach(), [g.full() if isinstance(g, ShardedTensor) else g for g in grads]
+
+    for rank, (found, grads) in enumerate(run_local(body, 2)):
+        assert_close(found, expected[2 * rank : 2 * rank + 2].detach())
+        assert_close(grads, [p.grad for p in dense.parameters()])

@@ -90,23 +90,27 @@ def batch_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return tuple(p if p.is_shard(0) else Replicate() for p in placements)
 
 
-def make_plain(tree: Any, mesh: Mesh, splits: BatchSplits) -> Any:
-    """The same nest with its ShardedTensors as plain tensors.
+def make_plain(tree: Any, mesh: Mesh, splits: BatchSplits, comm: Comm) -> Any:
+    """The same nest with its ShardedTensors as plain tensors; of those that have the rows of a batch, this rank's.
 
     >>> import torch
     >>> from shardwise import run_local, shard
     >>> mesh = Mesh.of(tp=2)
-    >>> run_local(lambda comm: make_plain([shard(torch.arange(4), MeshSpec(mesh, (Shard(0),)))], mesh, {}), 2)[1]
+    >>> spec = MeshSpec(mesh, (Shard(0),))
+    >>> run_local(lambda comm: make_plain([shard(torch.arange(4), spec)], mesh, {}, comm), 2)[1]
     [tensor([0, 1, 2, 3])]
     """
-    return map_nest(lambda value: _take_rows(value, mesh, splits), tree)
+    return map_nest(lambda value: _take_rows(value, mesh, splits, comm), tree)
 
 
-def _take_rows(value: Any, mesh: Mesh, splits: BatchSplits) -> Any:
+def _take_rows(value: Any, mesh: Mesh, splits: BatchSplits, comm: Comm) -> Any:
+    split = splits.get(int(value.shape[0])) if isinstance(value, Tensor) and value.ndim > 0 else None
+    whole = MeshSpec(mesh, (Replicate(),) * mesh.ndim)
     if not isinstance(value, ShardedTensor):
-        return value
-    split = splits.get(int(value.shape[0])) if value.ndim > 0 else None
-    spec = split if split is not None else MeshSpec(mesh, (Replicate(),) * mesh.ndim)
+        if split is None:
+            return value
+        value = wrap(whole.layout(tuple(value.shape)), (value,), comm)  # made by the model, of all rows
+    spec = split if split is not None else whole
     local: Tensor = value.redistribute(spec).local_tensor()
     return local
 
@@ -178,7 +182,7 @@ def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None
         opened[-1].reading.__exit__(None, None, None)
         if plan.output_plan != PLAIN or len(opened) > 1 or output is None:  # None: the forward raised
             return None
-        return make_plain(output, plan.mesh, opened[-1].splits)
+        return make_plain(output, plan.mesh, opened[-1].splits, comm)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)
