@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,18 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import CheckpointError, ChunkSpec, Comm, LayoutError, Mesh, MeshSpec, Partial, Shard, run_local
+from shardwise import (
+    CheckpointError,
+    ChunkSpec,
+    Comm,
+    LayoutError,
+    Mesh,
+    MeshSpec,
+    Partial,
+    Shard,
+    from_local,
+    run_local,
+)
 from shardwise.checkpoint.formats.dcp import _branch_to_json, _NodeLeaf
 from shardwise.checkpoint.formats.torch_file import read_pickle
 from shardwise.checkpoint.index import TensorEntry
@@ -155,3 +167,15 @@ def test_pending_numbers_are_saved_as_cut_along_the_first_dim(tmp_path: Path) ->
     with shardwise.open(tmp_path / "c") as opened:
         layout = opened["w"].layout
         assert [layout.local_shapes(rank) for rank in (0, 1)] == [((2, 2),), ((2, 2),)]
+
+
+@pytest.mark.parametrize("target", ["on tp=2: R", "on tp=2: S(0)"])
+def test_sums_of_complex_infinities_are_made_part_by_part(target: str) -> None:
+    """Torch's own addition makes a part of inf + 0j not a number."""
+    parts = [torch.tensor([complex(math.inf, 0.0), complex(1.0, -math.inf)]), torch.tensor([complex(1.0, 2.0), 0j])]
+
+    def body(comm: Comm) -> None:
+        found = from_local([parts[comm.rank]], "on tp=2: P(sum)", (2,)).redistribute(target).full()
+        assert torch.view_as_real(found).tolist() == [[math.inf, 2.0], [1.0, -math.inf]]
+
+    run_local(body, 2, timeout=60)

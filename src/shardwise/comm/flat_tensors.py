@@ -275,10 +275,20 @@ def cut_for_one_thread(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*(torch.split(t.view(-1), REDUCE_BLOCK_ELEMENTS) for t in tensors), strict=True)
 
 
+def add_to(total: Tensor, other: Tensor) -> None:
+    """Add a tensor in place, complex numbers part by part.
+
+    Torch multiplies by 1 first, which makes a part of inf + 0j not a number.
+    """
+    if total.is_complex() and other.dtype == total.dtype and not (total.is_conj() or other.is_conj()):
+        total, other = torch.view_as_real(total), torch.view_as_real(other)
+    total.add_(other)
+
+
 def accumulate_run(total: Tensor, other: Tensor, op: ReduceOp) -> None:
     """Fold `other` into `total`, in place."""
     if op in ("sum", "avg"):
-        total.add_(other)
+        add_to(total, other)
     elif op == "product":
         total.mul_(other)
     elif op == "min":

@@ -33,7 +33,7 @@ from torch import Tensor
 from shardwise.comm import Comm, ReduceOp, Work
 from shardwise.comm.agree import agree_on_request
 from shardwise.comm.background import BackgroundCall
-from shardwise.comm.flat_tensors import cut_for_one_thread, run_bytes
+from shardwise.comm.flat_tensors import add_to, cut_for_one_thread, run_bytes
 from shardwise.comm.protocol import FAST_RUN_BYTES, LEAST_RUN_BYTES, Combine, Request
 from shardwise.comm.transports.kernels import add_together, copy_boxes
 from shardwise.geometry import Box, Reduction
@@ -137,7 +137,7 @@ def combine_term(op: str, target: Tensor, part: Tensor) -> None:
     if part.dtype != target.dtype and part.dtype.itemsize < LOW_PRECISION_BYTES:
         part = part.to(target.dtype)  # torch promotes the others itself, on a GPU without a pass of its own
     if op == "sum":
-        target.add_(part)
+        add_to(target, part)
     elif op == "product":
         target.mul_(part)
     else:
