@@ -64,8 +64,8 @@ EDGE_HEAD = """
 `python -m bench.op_db docs/op_db.md --edges` writes this section: {samples} for each dtype of float64, complex128,
 int64 and bool, each with other values in its tensors (zeros, ties, zeros of both signs, very large and tiny numbers,
 infinities, nan, integers at the limits of the dtype), and with a length of 0, 1 or 3 in place of its largest one. Calls
-of which whole tensors raise an error are left out, and what torch does not define: the memory that `resize_` adds, `lcm`
-at the limits (the process ends), gradients of `hardshrink` at nan, sums of complex infinities and of integers at the
+of which whole tensors raise an error are left out, and what torch does not define: memory that `resize_` adds, `lcm` at
+the limits (the process ends), gradients of `hardshrink` at nan, sums of complex infinities and of integers at the
 limits. In the layouts and forms above, of {operators} operators (`--step 10` takes every tenth), with torch {release}.
 """
 
