@@ -23,7 +23,7 @@ from shardwise.planner import auto as auto_module
 from shardwise.planner.auto import Search, parse_size, split_inputs
 from shardwise.planner.estimate import PricedMoves
 from shardwise.planner.graph import find_classes, trace
-from shardwise.planner.program import solve, without
+from shardwise.planner.program import find_least_memory, solve, without
 from shardwise.planner.rehearsal import rehearse
 from shardwise.transfer import Link, Topology
 from tests.planner.test_planner import PATTERNS, Block, Net
@@ -167,6 +167,19 @@ def test_what_does_not_fit_says_why() -> None:
     text = str(error.value)
     assert text.startswith("no plan of Net on dp=4 fits in 220.0 kB a rank; memory: the smallest needs ")
     assert "without the pin of '{embed,head}.weight' it fits" in text
+
+
+def test_the_cost_of_the_smallest_plan_is_what_it_costs_as_it_is_carried_out() -> None:
+    """Not about: the solution of least memory has moves for nothing, which no plan of it makes."""
+    links = Topology(ranks_per_host=8, within=Link(1e-5, 1e8, 0, 0))
+    planner = AutoPlanner("dp=2,tp=2", device=SLOW, topology=links, time_limit=600)
+    search = Search(planner, Net(), make_ids(8, 8), None, 8, None)
+    space = search.build(False, search.pins)
+    made = search._carry_out_smallest(space, False)
+    found = search._finish(space, made[0], made, False).finding
+    least = find_least_memory(next(search._variants(space)))
+    assert least is not None
+    assert found.certificate.bound <= found.certificate.cost < least.cost
 
 
 def test_pins_hold() -> None:

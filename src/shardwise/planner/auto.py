@@ -540,13 +540,17 @@ class Search:
         return fold_patterns(texts, [name for name, _ in self.model.named_modules() if name])
 
     def _carry_out_smallest(self, space: Space, again: bool) -> list[_Carried]:
-        """The plans of the solutions of least memory, with each placement of the inputs."""
+        """The plans of the solutions of least memory, with each placement of the inputs.
+
+        Such a solution costs whatever it costs, and operators do not follow it: what a plan of it costs is found anew.
+        """
         made: list[_Carried] = []
         for problem in self._variants(space):
-            solution = find_least_memory(problem, max(2.0, self._left() / 4))
-            if solution is not None:
-                with suppress(Infeasible, Unsolved):
-                    made += self.carry_out(space, problem, solution, solution.memory, again)
+            with suppress(Infeasible, Unsolved):
+                solution = find_least_memory(problem, max(5.0, self._left() / 4))
+                if solution is not None:
+                    for each in self.carry_out(space, problem, solution, solution.memory, again):
+                        made.append(each._replace(solution=None, problem=self._fix_layouts(space, each.plan)))
         return made
 
     def _refuse(self, again: bool, carried: Sequence[_Carried]) -> None:
@@ -589,7 +593,7 @@ class Search:
 
     def _prove(self, space: Space, chosen: _Carried, again: bool) -> tuple[float, str]:
         """A bound below all solutions: that of the problem in which equal blocks may differ, if there is time."""
-        limit, left = chosen.limit, max(5.0, self._left())
+        limit, left = chosen.limit if chosen.solution is not None else None, max(5.0, self._left())
         tied = solve(space.problem, memory_limit=limit, time_limit=left, relaxed=True)
         if len(set(space.classes.nodes)) == len(space.classes.nodes):
             return tied.bound, "all plans"
