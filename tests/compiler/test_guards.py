@@ -551,3 +551,18 @@ def test_views_that_are_copies_are_out_of_date_as_without_a_graph(program: Calla
         return str(run.explain())
 
     assert all("a view" in text for text in ranks(body, warns=True))
+
+
+def test_gradients_of_an_argument_that_some_rank_has_nothing_of() -> None:
+    """A graph of that rank would have no input that the results depend on."""
+
+    def body(comm: Comm) -> None:
+        run = compile_quietly(lambda x: x.sum() * 2)
+        for _ in range(2):
+            x = lay("as chunk(0) over 0", 3, 2).requires_grad_()
+            found = run(x)
+            assert found.requires_grad
+            found.backward()
+            assert_close(x.grad.full(), torch.full((3, 2), 2.0))
+
+    ranks(body, warns=True)

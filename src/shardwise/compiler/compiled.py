@@ -430,6 +430,9 @@ class CompiledProgram:
         check_traceable(state, self._in_step)
         if self._in_step and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise NotTraceableError("a whole step has an argument that requires grad; let the function use it by name")
+        taped = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor) and leaf.requires_grad]
+        if torch.is_grad_enabled() and any(set(comm.ranks) - set(leaf.sharding.ranks) for leaf in taped):
+            raise NotTraceableError("an argument that requires grad has no part on some ranks")
         arguments = TracedArguments(structure, tuple(describe_leaf(leaf) for leaf in leaves))
         gradients = self._has_gradients(state) if self._in_step else [False] * len(state.local_tensors())
         effects = SideEffects(state)
