@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import Comm, ShardedTensor, run_local
+from shardwise import Comm, ShardedTensor, run_local, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.dense import S0, S1, R, assert_same, ends, lay, numbers
 
@@ -147,5 +147,60 @@ def test_rows_that_were_taken_together_can_be_written_one_after_the_other(layout
             row.mul_(factor)
             dense.mul_(factor)
         assert_same(x, whole)
+
+    run_local(body, 2, timeout=60)
+
+
+TURNS: dict[str, Callable[[Any], Any]] = {
+    "transposed": lambda x: x.t_(),
+    "transposed twice": lambda x: x.t_().transpose_(0, 1),
+    "another dim": lambda x: x.unsqueeze_(1),
+    "a dim and back": lambda x: x.unsqueeze_(0).squeeze_(),
+}
+PLACES = [
+    "as pieces 2[0:3,0:3]",
+    "as pieces 0[0:3,0:1],2[0:3,1:3]",
+    "on tp=2 @ 0,2: S(1)",
+    "as chunk(0) over 0,2",
+    "on tp=3: S(0) each 3",
+    "on tp=2 @ 0,2: S(0) groups(0 each 2,3 each 1)",
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_tensor_turned_into_a_copied_view_of_itself_is_written_like_any_other(turn: str, place: str) -> None:
+    """And so is a view taken before, of what the tensor was; after a write the other one is right, or refused."""
+
+    def turned(x: Any) -> tuple[Any, Any]:
+        before = x.view_as(x)
+        TURNS[turn](x)
+        return x, before
+
+    def body(comm: Comm, number: int, write: Callable[[Any], Any]) -> None:
+        expected = turned(numbers(3, 3))
+        found = turned(shard(numbers(3, 3), place))
+        write(expected[number])
+        write(found[number])
+        assert_same(found[number], expected[number])
+        try:
+            other = found[1 - number].full()
+        except UnsupportedOpError as error:  # raised on every rank, or another one waits for this
+            assert "so it is out of date" in str(error)
+        else:
+            assert_same(other, expected[1 - number])
+
+    for number in range(2):
+        run_local(body, 3, number, lambda x: x.sub_(1), timeout=60)
+        run_local(body, 3, number, lambda x: x.unsqueeze(0).mul_(2), timeout=60)
+
+
+def test_a_transposed_tensor_with_copies_gets_its_shape_in_place() -> None:
+    def body(comm: Comm) -> None:
+        whole = numbers(2, 5)
+        x = shard(whole, "on tp=2: S(0) each 2 unit(2)")
+        assert x.transpose_(0, 1) is x
+        assert_same(x, whole.t())
+        assert_same(numbers(5, 5) @ x.full(), numbers(5, 5) @ whole.t())
 
     run_local(body, 2, timeout=60)

@@ -230,7 +230,7 @@ def _finish(call: OperatorCall, given: Sequence[ShardedTensor], result: Any) -> 
     """Write copied views back that were written to; note of results which of them are copies, and their strides."""
     op = call.op
     if written_slots(op):
-        for index in call.written:
+        for index in () if has_tag(op, torch.Tag.inplace_view) else call.written:  # these leave all values as they are
             if isinstance(tensor := call.tensors[index], ShardedTensor):
                 count_write(tensor)
         for tensor in given:

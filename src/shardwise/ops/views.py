@@ -45,7 +45,7 @@ from shardwise.tensor.autograd_mixin import Strides, find_strides, make_stand_in
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text, move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.writes import gives_views
+from shardwise.tensor.writes import gives_views, share
 
 
 @cache_by_identity
@@ -768,7 +768,7 @@ def _allow_writes_to(
     def put(x: ShardedTensor, value: ShardedTensor) -> Any:
         return scatter(x, value, *rest, **options)
 
-    view.allow_writes(parts, partial(_write_copy, base, copy.sharding, parts, put, base.comm))
+    view.allow_writes(parts, partial(_write_copy, share(base), copy.sharding, parts, put, base.comm))
 
 
 def _write_copy(base: ShardedTensor, layout: Layout, parts: tuple[Tensor, ...], put: Scatter, comm: Comm) -> None:

@@ -24,7 +24,7 @@ from shardwise.tensor.random import (
     fill_locals,
     next_stream,
 )
-from shardwise.tensor.sharded_tensor import ShardedTensor
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _COPIED_BY = "shardwise_copied_by"
 WITNESS, _VIEW_OF, _VIEWS = "_witness", "_view_of", "_views"
@@ -180,6 +180,24 @@ def gives_views(op: Any) -> bool:
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
+def share(tensor: ShardedTensor) -> ShardedTensor:
+    """Another tensor in the same memory: it stays as it is if this one is turned into a view of itself."""
+    made = wrap(
+        tensor.sharding,
+        tensor.local_parts,
+        tensor.comm,
+        dtype=tensor.dtype,
+        device=tensor.device,
+        anchor=tensor._anchor,
+    )
+    made._dense_strides, made._copied_from = tensor._dense_strides, tensor._copied_from
+    made._pinned_axes = tensor._pinned_axes
+    if not tensor.local_parts:
+        made.__dict__[MEMORY_NOTES] = tensor.__dict__.get(MEMORY_NOTES, {})
+        _note_view(made, tensor, is_detached=False)
+    return made
+
+
 def turn_into(tensor: ShardedTensor, view: ShardedTensor) -> ShardedTensor:
     """Let a tensor become a view of itself, as `x.unsqueeze_(0)` does: another shape, and the layout that goes with it.
 
@@ -192,7 +210,7 @@ def turn_into(tensor: ShardedTensor, view: ShardedTensor) -> ShardedTensor:
         )
     set_wrapper_shape(tensor, view)
     tensor.sharding, tensor.local_parts, tensor._anchor = view.sharding, view.local_parts, view._anchor
-    tensor._dense_strides = view._dense_strides
+    tensor._dense_strides, tensor._copied_from = view._dense_strides, view._copied_from
     tensor._forget()
     return tensor
 

@@ -407,7 +407,7 @@ def _view_in_place(view: Any, tensor: ShardedTensor, *args: Any) -> ShardedTenso
 
 
 for _op, _view in _VIEWS.items():
-    register_sharding(_op, Steps(partial(_view_in_place, _view)))
+    register_sharding(_op, Steps(partial(_view_in_place, _view), takes_copies=True))
 
 
 def _memory_order(tensor: ShardedTensor) -> tuple[int, ...] | None:
