@@ -96,6 +96,42 @@ def test_a_leaf_is_not_turned_in_place_on_any_rank() -> None:
     run_local(body, 3, timeout=60)
 
 
+TOGETHER: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "sum": lambda x, y, index: torch.add(x, y, alpha=2),
+    "step": lambda x, y, index: torch.heaviside(y.detach(), x.detach()) * x,
+    "loss": lambda x, y, index: F.huber_loss(x, y, reduction="none") + F.mse_loss(y, x),
+    "product": lambda x, y, index: x @ y.mT,
+    "in place": lambda x, y, index: (x * 1).add_(y) + (y * 1).mul_(x),
+    "rows": lambda x, y, index: x.index_select(0, index) + (y * 1).index_fill_(1, index, 2.0)[:2],
+    "numbers": lambda x, y, index: F.huber_loss(x.sum(), y.mean(), reduction="none") * x.sum(),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("named", ["on tp=2 @ 0,2: R", "on tp=2 @ 0,2: S(1)", "on tp=3: S(0)"])
+@pytest.mark.parametrize("chunks", ["as chunk(0) over 0,2", "as chunk(0) over 2"])
+def test_chunks_on_some_ranks_meet_tensors_on_a_mesh(name: str, named: str, chunks: str) -> None:
+    """Described on the mesh they are as regular as those: a rank that is outside of it computes with stand-ins."""
+
+    def body(comm: Comm) -> None:
+        index = torch.tensor([1, 3])
+        for first, second in ((named, chunks), (chunks, named)):
+            whole, other = values().requires_grad_(), values().cos().requires_grad_()
+            expected = TOGETHER[name](whole, other, index)
+            expected.square().sum().backward()
+            for _ in range(2):  # the second time by what is remembered
+                x = sw.shard(values(), first).requires_grad_()
+                y = sw.shard(values().cos(), second).requires_grad_()
+                found = TOGETHER[name](x, y, sw.shard(index, chunks))
+                torch.testing.assert_close(found.full(), expected)
+                found.square().sum().backward()
+                for one, dense in ((x, whole), (y, other)):
+                    if one.grad is not None or dense.grad is not None:
+                        torch.testing.assert_close(one.grad.full(), dense.grad)
+
+    run_local(body, 3, timeout=60)
+
+
 @pytest.mark.parametrize("grad", (False, True))
 def test_ranks_that_pass_nothing_have_their_part_where_the_source_has_its(grad: bool) -> None:
     def body(comm: Comm) -> list[str]:

@@ -51,10 +51,10 @@ from shardwise.ops.explain import LogEntry, is_explaining_or_forbidding, layout_
 from shardwise.ops.implicit_replication import (
     MixedTensorsError,
     convert_plain_tensors,
+    describe_given,
     describe_on_one_mesh,
     is_placeholder,
     join_rank_sets,
-    needs_one_mesh,
     plain_as_replicated,
     reads_plain_as_replicated,
     refuse_lost_gradients,
@@ -130,10 +130,14 @@ def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor._copied_from.check()
     refuse_unknown_shapes(op, given)
     way: Steps | None = None
-    if len(given) > 1 and not computes_apart(op) and not any(map(is_irregular, given)):
-        joined = join_rank_sets(call)
+    if len(given) > 1 and not computes_apart(op):
+        held = describe_given(call) if any(map(is_irregular, given)) else call
+        irregular = any(isinstance(t, ShardedTensor) and is_irregular(t) for t in held.tensors)
+        joined = held if irregular else join_rank_sets(held)
         way = find_writing_fallback(op) if joined is None else None
-        call = call if joined is None else joined
+        if joined is not call:
+            note_special()
+        call = held if joined is None else joined
     here = take_part(call) if way is None else call
     versions = count_versions(here) if here is not call else ()
     hooks = show_to_hooks(given[0].device) if here is not call else nullcontext()
@@ -259,14 +263,8 @@ def _fall_back(call: OperatorCall, fallback: Fallback) -> Any:
 def _run_own_steps(call: OperatorCall, steps: Steps) -> Any:
     """Run the steps of an operator; what they refuse of irregular tensors is done on a mesh."""
     given = [t for t in call.tensors if isinstance(t, ShardedTensor)]
-    held = call
-    if needs_one_mesh(given):
-        numbers = [i for i, t in enumerate(call.tensors) if isinstance(t, ShardedTensor)]
-        made = describe_on_one_mesh(given, {numbers.index(i) for i in call.written if i in numbers})
-        found = dict(zip(numbers, made, strict=True))
-        held = call.with_tensors([found.get(i, t) for i, t in enumerate(call.tensors)])
     try:
-        return _run_steps(steps, held)
+        return _run_steps(steps, describe_given(call))
     except UnsupportedOpError:
         if len(given) < len(call.tensors) or not any(map(is_irregular, given)) or written_slots(call.op):
             raise

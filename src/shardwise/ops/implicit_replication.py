@@ -237,10 +237,20 @@ def _cut_over_mesh(tensor: ShardedTensor, mesh: Mesh) -> ShardedTensor:
     return redistribute_to(tensor, MeshSpec(mesh, placements).layout(tuple(tensor.shape)), "one mesh")
 
 
-def needs_one_mesh(tensors: Iterable[ShardedTensor]) -> bool:
-    """Whether tensors are on different meshes, or one is on a mesh that its spec does not name."""
-    held = list(tensors)
-    return len({s.mesh for t in held if (s := mesh_view(t.sharding))}) > 1 or any(_hides_mesh(t) for t in held)
+def describe_given(call: OperatorCall) -> OperatorCall:
+    """The same call with its sharded tensors on one mesh, where their layouts can be described so.
+
+    A tensor on some ranks, whose spec names no mesh, meets the mesh that another one is on. It is as regular as that
+    one then, and a rank outside of the mesh takes part without data.
+    """
+    given = {i: t for i, t in enumerate(call.tensors) if isinstance(t, ShardedTensor)}
+    specs = [mesh_view(t.sharding) for t in given.values()]
+    if len({s.mesh for s in specs if s is not None}) < 2 and not any(map(_hides_mesh, given.values())):
+        return call
+    numbers = list(given)
+    made = describe_on_one_mesh(list(given.values()), {numbers.index(i) for i in call.written if i in given})
+    found = dict(zip(numbers, made, strict=True))
+    return call.with_tensors([found.get(i, t) for i, t in enumerate(call.tensors)])
 
 
 def _hides_mesh(tensor: ShardedTensor) -> bool:
