@@ -240,7 +240,7 @@ def _finish(call: OperatorCall, given: Sequence[ShardedTensor], result: Any) -> 
         for tensor in given:
             if tensor._copied_from is not None:
                 tensor._copied_from.write_back()
-    if gives_views(op):
+    if gives_views(op) and not computes_apart(op):  # those that were, were noted: `to` returns no view most often
         note_copies(op, given, result)
         allow_writes(call, given, result)
         if given[0]._pinned_axes:

@@ -33,7 +33,7 @@ from shardwise.ops.rule import OperatorCall, Steps, find_rule, has_tag, is_point
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.writes import MEMORY_NOTES, find_base, note_write_without_data, turn_into
+from shardwise.tensor.writes import MEMORY_NOTES, find_base, note_write_without_data, turn_into, writes_without_data
 
 _ASK_ALL_RANKS = {aten._local_scalar_dense.default, aten._linalg_check_errors.default, aten.detach.default}
 _STAND_IN = "_stand_in"
@@ -196,12 +196,12 @@ def _version_of(twin: ShardedTensor) -> int:
 
 
 def _stand_in_for(tensor: ShardedTensor, comm: StandInComm) -> ShardedTensor:
-    """The tensor as the other rank has it, without values; one object as long as the tensor is not written to."""
-    known: tuple[Tensor | None, bool, ShardedTensor] | None = tensor.__dict__.get(_STAND_IN)
-    now = tensor._anchor, tensor.requires_grad
-    if known is not None and known[2].sharding is tensor.sharding and known[0] is now[0] and known[1] == now[1]:
-        known[2]._dense_strides = tensor._dense_strides
-        return known[2]
+    """The tensor as the other rank has it, without values; one object as long as the memory is not written to."""
+    known: tuple[Tensor | None, bool, int, ShardedTensor] | None = tensor.__dict__.get(_STAND_IN)
+    now = tensor._anchor, tensor.requires_grad, writes_without_data(tensor)
+    if known is not None and known[-1].sharding is tensor.sharding and known[0] is now[0] and known[1:3] == now[1:]:
+        known[-1]._dense_strides = tensor._dense_strides
+        return known[-1]
     made = wrap(tensor.sharding, tuple(_make_locals(tensor, comm.rank)), comm, dtype=tensor.dtype)
     made._dense_strides = tensor._dense_strides
     copy_mesh_note(tensor, made)

@@ -104,6 +104,11 @@ def count_write(tensor: ShardedTensor) -> None:
         count_inference_write(local)
 
 
+def writes_without_data(tensor: ShardedTensor) -> int:
+    """How often a tensor without data was written to since a view was taken, or its views were."""
+    return tensor.__dict__[WITNESS]._version if WITNESS in tensor.__dict__ else 0
+
+
 def note_write_without_data(tensor: ShardedTensor, anchor: Tensor | None) -> None:
     """Put what was written to a tensor on its tape, and on that of all tensors in its memory, on a rank without data.
 
