@@ -204,3 +204,17 @@ def test_a_transposed_tensor_with_copies_gets_its_shape_in_place() -> None:
         assert_same(numbers(5, 5) @ x.full(), numbers(5, 5) @ whole.t())
 
     run_local(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("layout", [S0, "as chunk(0) over 0,1"])
+def test_a_row_of_what_repeats_in_memory_is_not_written_and_says_so(layout: str) -> None:
+    """Elements of an expanded tensor share memory, so that the row cannot be copied to it."""
+
+    def body(comm: Comm) -> None:
+        x = lay(numbers(4, 2), layout)
+        repeated = x.unsqueeze(0).expand(2, 4, 2)
+        with pytest.raises(UnsupportedOpError, match="shares no memory with the tensor it was taken from"):
+            repeated.select(1, 3).zero_()
+        assert_same(repeated, numbers(4, 2).expand(2, 4, 2))
+
+    run_local(body, 2, timeout=60)

@@ -217,3 +217,58 @@ def test_ranks_with_host_tensors_device_tensors_or_none_make_one_call() -> None:
         assert engine.compared[-1] != engine.compared[0]  # these do not fit together
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_sum_is_made_again_after_a_write_to_a_view_on_every_rank(inference: bool) -> None:
+    def body(comm: Comm) -> None:
+        with torch.inference_mode(inference):
+            whole = values().double()
+            x = sw.from_local([whole / 2] if comm.rank else [], "on tp=2 @ 2,1: P", (4, 6)).double()
+            for _ in range(2):
+                torch.testing.assert_close(x.abs().full(), whole.abs())
+                x.select(0, 3).zero_()
+                whole.select(0, 3).zero_()
+                x[x == 0] = 1
+                whole[whole == 0] = 1
+            torch.testing.assert_close(x.full(), whole)
+            assert x.select(-1, 2).sum().item() == whole.select(-1, 2).sum().item()
+
+    run_local(body, 3, timeout=60)
+
+
+def test_a_converted_tensor_is_no_view_of_what_it_was_converted_from() -> None:
+    """In inference mode torch calls an operator for it whose schema says that it may be one."""
+
+    def body(comm: Comm) -> None:
+        x = sw.from_local([values().float()] if comm.rank != 1 else [], "on tp=2 @ 0,2: P(product)", (4, 6))
+        with torch.inference_mode():
+            column = x.double().select(-1, 2)
+            both = torch.stack([column, column], -1)
+            expected = values().float().double().square()[:, 2]
+            assert column.sum().item() == pytest.approx(expected.sum().item())
+            torch.testing.assert_close(both.full(), torch.stack([expected, expected], -1))
+
+    run_local(body, 3, timeout=60)
+
+
+@pytest.mark.parametrize("order", [float("inf"), -float("inf"), 1])
+def test_norms_along_a_dim_counted_from_the_end_of_tensors_without_elements(order: float) -> None:
+    def body(comm: Comm) -> None:
+        x = sw.shard(torch.zeros(1, 2, 0), "on one=1 @ 2: S(0)")
+        assert torch.linalg.vector_norm(x, order, -2).full().shape == (1, 0)
+        assert torch.linalg.vector_norm(x, order, -3, keepdim=True).full().shape == (1, 2, 0)
+
+    run_local(body, 3, timeout=60)
+
+
+def test_a_second_gradient_is_none_on_every_rank_or_on_none() -> None:
+    """That of a convolution, which is linear, on a mesh that leaves out a rank."""
+
+    def body(comm: Comm) -> bool:
+        x = sw.shard(values().reshape(2, 2, 6), "on one=1 @ 1: R").requires_grad_()
+        kernel = sw.shard(values()[:, :2].reshape(2, 2, 2), "on one=1 @ 1: R")
+        (grad,) = torch.autograd.grad(F.conv1d(x, kernel, padding=1).sum(), x, create_graph=True)
+        return torch.autograd.grad((grad * grad).sum(), x, allow_unused=True)[0] is None
+
+    assert len(set(run_local(body, 2, timeout=60))) == 1

@@ -31,7 +31,6 @@ num    torch.abs({x})
 num    torch.square({x})
 num    {x} ** 2
 real   F.relu({x})
-real   torch.sign({x})
 real   torch.clamp({x}, -2, 2)
 real   torch.clamp({x}, min={n})
 real   torch.maximum({x}, {b})
@@ -295,6 +294,7 @@ rfloat f'{{abs(float({x}.sum())):.2f}}' if {x}.dtype == torch.float64 else 0
 # With jumps: only for tensors that are exact, so that a rounded digit cannot change the side. Of elements that share
 # memory torch itself gives wrong medians.
 SHARP = """
+real   torch.sign({x})
 real   {x} > {b}
 any    {x} == {b}
 num    {x} != 0

@@ -131,8 +131,10 @@ def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     refuse_unknown_shapes(op, given)
     way: Steps | None = None
     if len(given) > 1 and not computes_apart(op):
-        held = describe_given(call) if any(map(is_irregular, given)) else call
-        irregular = any(isinstance(t, ShardedTensor) and is_irregular(t) for t in held.tensors)
+        held = call
+        if irregular := any(map(is_irregular, given)):
+            held = describe_given(call)
+            irregular = any(isinstance(t, ShardedTensor) and is_irregular(t) for t in held.tensors)
         joined = held if irregular else join_rank_sets(held)
         way = find_writing_fallback(op) if joined is None else None
         if joined is not call:
@@ -192,12 +194,13 @@ def propagate(call: OperatorCall) -> Callable[[], Any]:
 
 
 def _out_is_resized(call: OperatorCall) -> bool:
-    """Whether the `out=` of a pointwise operator has another shape than the result."""
+    """Whether a sharded `out=` of a pointwise operator has another shape than the result; a plain one is refused."""
     if not _out_names(call.op):
         return False
     given = [tuple(t.shape) for i, t in enumerate(call.tensors) if i not in call.written]
     shape = torch.broadcast_shapes(*given)  # type: ignore[no-untyped-call]  # untyped in torch
-    return any(tuple(call.tensors[i].shape) != tuple(shape) for i in call.written)
+    targets = [call.tensors[i] for i in call.written]
+    return any(isinstance(t, ShardedTensor) and tuple(t.shape) != tuple(shape) for t in targets)
 
 
 def _has_copies(tensor: Tensor) -> bool:

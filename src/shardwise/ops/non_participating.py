@@ -56,12 +56,15 @@ class _EnterMesh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.set_materialize_grads(False)  # no gradient stays none, as on the other rank
         ctx.anchor = anchor.dtype, anchor.device
         return torch.empty(shape, dtype=anchor.dtype, device="meta")
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dtype, device = ctx.anchor
+        if grads[0] is None:
+            return None, None
         return _LeaveMesh.apply(grads[0], dtype, device), None  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -70,11 +73,14 @@ class _LeaveMesh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.shape = tuple(local.shape)
         return torch.empty(0, dtype=dtype, device=device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:
+            return None, None, None
         return _EnterMesh.apply(grads[0], ctx.shape), None, None  # type: ignore[no-untyped-call]  # untyped in torch
 
 

@@ -762,7 +762,8 @@ def _allow_writes_to(
     view, parts = copy._copied_from, copy.local_parts
     spec = mesh_view(base.sharding)
     reaches_all = spec is None or spec.mesh.ranks.size == base.comm.world_size
-    if view is None or view is base._copied_from or view.write is not None or not reaches_all:
+    repeats = any(n > 1 and step == 0 for n, step in zip(base.shape, base._dense_strides or base.shape, strict=True))
+    if view is None or view is base._copied_from or view.write is not None or repeats or not reaches_all:
         return
 
     def put(x: ShardedTensor, value: ShardedTensor) -> Any:

@@ -201,3 +201,16 @@ def test_torchs_own_kernels_refuse_to_draw() -> None:
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x, 0.5)
 
     run_local(body, 2)
+
+
+@pytest.mark.parametrize("shapes", [((1, 0, 2), (2, 0, 2)), ((0, 2, 4), (3, 2, 2))])
+def test_convolutions_of_no_channels_or_no_images_have_the_shape_that_torch_gives_them(shapes: Any) -> None:
+    """Without channels the result has none."""
+    for bias in ((), (torch.ones(shapes[1][0], dtype=torch.float64),)):
+        check_op(
+            lambda x, kernel, *b: F.conv1d(x, kernel, *b, padding=1),
+            *(torch.zeros(s, dtype=torch.float64) for s in shapes),
+            *bias,
+            worlds=[(2,)],
+            pending=False,
+        )

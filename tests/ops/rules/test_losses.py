@@ -153,3 +153,12 @@ def test_a_device_finds_targets_out_of_bounds() -> None:
                 F.nll_loss(x, lay(torch.tensor([0, 5, 5]), mesh, (Replicate(),)))
 
     run_local(body, 2)
+
+
+def test_cross_entropy_with_smooth_labels_of_nothing() -> None:
+    def losses(x: Tensor, t: Tensor) -> list[Tensor]:
+        return [F.cross_entropy(x, t, reduction=r, label_smoothing=0.1) for r in REDUCTIONS]
+
+    for classes in (0, 2):
+        nothing = torch.zeros(0, classes, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+        check_op(losses, *nothing, placements=[[Shard(1)], [Replicate()]], worlds=[(2,)], pending=False)

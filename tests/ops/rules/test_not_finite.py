@@ -106,3 +106,22 @@ def test_to_copies_where_it_is_asked_to_by_position(name: str, layout: str) -> N
     found = run_local(lambda comm: is_written(lay(whole.clone(), layout)), 2)
     assert [made for made, _ in found] == [expected[0]] * 2
     assert found[0][1] == pytest.approx(expected[1]) == found[1][1]
+
+
+@pytest.mark.parametrize("layout", (P, R))
+def test_what_is_cut_is_not_made_pending_for_a_product(layout: str) -> None:
+    """Of zeros in place of addends the product with an infinite gradient is nan."""
+    values, row = torch.full((3, 3, 7), 1.5, dtype=torch.float64), numbers(7)
+
+    def body(comm: Any) -> None:
+        dense, y = row.detach().clone().requires_grad_(), lay(row.detach(), layout).requires_grad_()
+        x = lay(values, "on tp=2: S(2)")
+        found, expected = torch.einsum("...i,i->...", x, y), torch.einsum("...i,i->...", values, dense)
+        scale = torch.full((3, 3), 1.0, dtype=torch.float64)
+        scale[1, 1] = inf
+        (found * lay(scale, R)).sum().backward()
+        (expected * scale).sum().backward()
+        assert y.grad is not None
+        torch.testing.assert_close(y.grad.full(), dense.grad)
+
+    run_local(body, 2, timeout=60)

@@ -69,7 +69,7 @@ def grouped_mm(
     if bias is not None:
         return [Strategy((R,), (R, R, *([R] if offs is not None else []), R))]
     if offs is None:
-        return product_strategies("emk,ekn->emn")
+        return product_strategies("emk,ekn->emn", [x, w])
     if (x.ndim, w.ndim) == (2, 3):
         return Steps(_move_rows_to_experts) if cutting_axes(w.layout, (0,)) else _row_strategies()
     return _sum_strategies() if w.ndim == 2 and x.ndim == 2 else _column_strategies()

@@ -61,7 +61,7 @@ def convolution(
         (whole, whole, whole, whole),
         (Shard(0), Shard(0), whole, whole),
     ]
-    if groups == 1:
+    if groups == 1 and x.shape[1]:
         outs, ins = (Shard(1), Shard(0)) if transposed else (Shard(0), Shard(1))
         ways += [(Shard(1), whole, outs, Shard(0)), (partial, Shard(1), ins, partial)]
     ways += [(partial, partial, whole, partial), (partial, whole, partial, partial)]
@@ -78,10 +78,12 @@ def _convolve(view: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: 
     probe = torch.empty(1, 1, *x.shape[2:], device="meta")
     spatial = aten.convolution.default(probe, torch.empty(kernel, device="meta"), None, *rest[:5], 1).shape[2:]
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    if not view.shapes[0][1]:
+        channels = 0  # as torch says of images without channels
     zeros = x.new_zeros((x.shape[0], channels, *spatial))
     if bias is None:
         return put_on_tape(zeros, x, weight)
-    return put_on_tape(zeros + bias.reshape(1, -1, *([1] * len(spatial))), x, weight, bias)
+    return put_on_tape(zeros + bias[:channels].reshape(1, -1, *([1] * len(spatial))), x, weight, bias)
 
 
 def _register_pool(op: Any, dims: int, *, linear: bool, outputs: int = 1) -> None:

@@ -256,7 +256,6 @@ def _smooth_labels(x: Any, target: Any, weight: Any, ignore_index: int, smoothin
     spread = resolve_partial(-weighted.sum(classes), "cross_entropy") * (target != ignore_index)
     if reduction != NONE:
         spread = spread.sum()
-    mixed = (1 - smoothing) * resolve_partial(loss, "cross_entropy") + (smoothing / count) * resolve_partial(
-        spread, "cross_entropy"
-    )
+    share = smoothing / count if count else math.inf  # torch, too, divides by no classes
+    mixed = (1 - smoothing) * resolve_partial(loss, "cross_entropy") + share * resolve_partial(spread, "cross_entropy")
     return mixed / resolve_partial(total, "cross_entropy") if reduction == MEAN else mixed

@@ -27,24 +27,23 @@ from shardwise.ops.rules.pointwise import pointwise_strategies
 from shardwise.ops.views import LocalView
 
 
-def product_strategies(formula: str, pending: Sequence[TensorMeta] = ()) -> list[Strategy]:
+def product_strategies(formula: str, operands: Sequence[TensorMeta]) -> list[Strategy]:
     """Strategies of a product written as in einsum: "mk,kn->mn".
 
-    A letter may be sharded wherever it appears; a letter that is summed over leaves a pending sum.
-
-    >>> [s.outputs for s in product_strategies("mk,kn->mn")]
-    [(Replicate(),), (Shard(0),), (Partial('sum'),), (Shard(1),), (Partial('sum'),), (Partial('sum'),)]
+    A letter may be sharded wherever it appears; a letter that is summed over leaves a pending sum. What is pending may
+    stay so. No other tensor is made pending: zeros in place of addends are not numbers beside an infinity.
     """
     left, out = formula.split("->")
-    operands = left.split(",")
-    found = [Strategy((Replicate(),), (Replicate(),) * len(operands))]
-    for letter in dict.fromkeys("".join(operands)):
-        inputs = tuple(_shard_of(letter, names) for names in operands)
+    letters = left.split(",")
+    found = [Strategy((Replicate(),), (Replicate(),) * len(letters))]
+    for letter in dict.fromkeys("".join(letters)):
+        inputs = tuple(_shard_of(letter, names) for names in letters)
         result: Placement = Shard(out.index(letter)) if letter in out else Partial("sum")
         found.append(Strategy((result,), inputs))
-    for index in range(len(operands)):
-        pended = tuple(Partial("sum") if i == index else Replicate() for i in range(len(operands)))
-        found.append(Strategy((Partial("sum"),), pended))
+    for index, operand in enumerate(operands):
+        if any(isinstance(p, Partial) for p in operand.placements):
+            pended = tuple(Partial("sum") if i == index else Replicate() for i in range(len(letters)))
+            found.append(Strategy((Partial("sum"),), pended))
     return found
 
 
@@ -56,32 +55,33 @@ def _shard_of(letter: str, names: str) -> Placement:
 @ignores_lengths
 @takes_copies
 def mm(a: TensorMeta, b: TensorMeta) -> list[Any]:
-    return product_strategies("mk,kn->mn")
+    return product_strategies("mk,kn->mn", [a, b])
 
 
 @register_sharding(aten.bmm.default)
 @ignores_lengths
 @takes_copies
 def bmm(a: TensorMeta, b: TensorMeta) -> list[Any]:
-    return product_strategies("bmk,bkn->bmn")
+    return product_strategies("bmk,bkn->bmn", [a, b])
 
 
 @register_sharding(aten.mv.default)
 @ignores_lengths
 def mv(a: TensorMeta, b: TensorMeta) -> list[Any]:
-    return product_strategies("mk,k->m")
+    return product_strategies("mk,k->m", [a, b])
 
 
 @register_sharding(aten.dot.default)
 def dot(a: TensorMeta, b: TensorMeta) -> list[Any]:
-    return product_strategies("k,k->")
+    return product_strategies("k,k->", [a, b])
 
 
-def _bias_strategies(bias: TensorMeta, formula: str) -> list[Strategy]:
+def _bias_strategies(bias: TensorMeta, formula: str, operands: Sequence[TensorMeta]) -> list[Strategy]:
     """A product plus a tensor that broadcasts to it: the bias is cut as the result is, and pending where that is."""
     ndim = len(formula.split("->")[1])
     return [
-        Strategy(s.outputs, (_bias_placement(bias, s.outputs[0], ndim), *s.inputs)) for s in product_strategies(formula)
+        Strategy(s.outputs, (_bias_placement(bias, s.outputs[0], ndim), *s.inputs))
+        for s in product_strategies(formula, operands)
     ]
 
 
@@ -96,19 +96,19 @@ def _bias_placement(bias: TensorMeta, result: Placement | None, ndim: int) -> Pl
 @ignores_lengths
 @takes_copies
 def addmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
-    return _bias_strategies(bias, "mk,kn->mn")
+    return _bias_strategies(bias, "mk,kn->mn", [a, b])
 
 
 @register_sharding(aten.baddbmm.default)
 @ignores_lengths
 @takes_copies
 def baddbmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
-    return _bias_strategies(bias, "bmk,bkn->bmn")
+    return _bias_strategies(bias, "bmk,bkn->bmn", [a, b])
 
 
 @register_sharding(aten.addmv.default)
 def addmv(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
-    return [replace(s, local_if_empty=_addmv_of_rows) for s in _bias_strategies(bias, "mk,k->m")]
+    return [replace(s, local_if_empty=_addmv_of_rows) for s in _bias_strategies(bias, "mk,k->m", [a, b])]
 
 
 def _addmv_of_rows(view: LocalView, bias: Tensor, a: Tensor, b: Tensor, **options: Any) -> Tensor:
@@ -118,14 +118,14 @@ def _addmv_of_rows(view: LocalView, bias: Tensor, a: Tensor, b: Tensor, **option
 
 @register_sharding(aten.addr.default)
 def addr(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
-    return _bias_strategies(bias, "m,n->mn")
+    return _bias_strategies(bias, "m,n->mn", [a, b])
 
 
 @register_sharding(aten._euclidean_dist.default)
 def euclidean_dist(a: TensorMeta, b: TensorMeta) -> list[Any]:
     """Distances of many rows, by a product; the decomposition has no gradient where rows are equal."""
     batch = LETTERS[: a.ndim - 2]
-    return [s for s in product_strategies(f"{batch}m,{batch}n->{batch}mn") if not _has_partial(s)]
+    return [s for s in product_strategies(f"{batch}m,{batch}n->{batch}mn", ()) if not _has_partial(s)]
 
 
 @register_sharding(aten.linalg_cross.default)
@@ -148,7 +148,7 @@ LETTERS = "abcdefghij"
 def linear(x: TensorMeta, weight: TensorMeta, bias: TensorMeta | None = None) -> list[Any]:
     rows = LETTERS[: x.ndim - 1]
     out = "n" if weight.ndim == 2 else ""
-    strategies = product_strategies(f"{rows}k,{out}k->{rows}{out}")
+    strategies = product_strategies(f"{rows}k,{out}k->{rows}{out}", [x, weight])
     if bias is None:
         return strategies
     return [
@@ -172,7 +172,7 @@ def matmul(a: TensorMeta, b: TensorMeta) -> list[Any]:
     left = _letters(a, batch, "mk" if a.ndim > 1 else "k")
     right = _letters(b, batch, "kn" if b.ndim > 1 else "k")
     ends = ("m" if a.ndim > 1 else "") + ("n" if b.ndim > 1 else "")
-    strategies = product_strategies(f"{left},{right}->{batch}{ends}")
+    strategies = product_strategies(f"{left},{right}->{batch}{ends}", [a, b])
     return [_replicate_ones(s, (a, b)) for s in strategies if _is_cut(s, (a, b))]
 
 
@@ -212,7 +212,8 @@ def einsum(equation: str, tensors: Sequence[TensorMeta], *, path: Sequence[int] 
     plain &= [len({*names}) for names in operands] == [t.ndim for t in tensors]
     for names, tensor in zip(operands, tensors, strict=True) if plain else ():
         plain &= all(lengths.setdefault(letter, n) == n for letter, n in zip(names, tensor.shape, strict=True))
-    return product_strategies(formula) if plain and not is_any_autocast_enabled() else Steps(_break_einsum_down)
+    one = plain and not is_any_autocast_enabled()
+    return product_strategies(formula, tensors) if one else Steps(_break_einsum_down)
 
 
 def _write_formula(equation: str) -> str:

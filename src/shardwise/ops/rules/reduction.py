@@ -274,7 +274,15 @@ def vector_norm(
 ) -> list[Strategy] | Steps:
     if ord < 0 or math.isinf(ord):
         check_not_empty(x, dim, f"norm of order {ord:g}")
-    return split_reduction_rule(x, dim, keepdim, _vector_norm_over_ranks)
+    found = split_reduction_rule(x, dim, keepdim, _vector_norm_over_ranks)
+    return found if isinstance(found, Steps) else [replace(s, local_if_empty=_norm_of_nothing) for s in found]
+
+
+def _norm_of_nothing(
+    view: Any, x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    """Torch takes negative dims of tensors without elements and without values for the last one."""
+    return aten.linalg_vector_norm.default(x, ord, all_dims(dim, x.ndim), keepdim, dtype=dtype)  # type: ignore[no-any-return]
 
 
 def check_not_empty(x: TensorMeta, dim: Dims, name: str) -> None:
