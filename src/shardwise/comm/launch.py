@@ -300,19 +300,19 @@ def host_store(address: str) -> TCPStore:
     )
 
 
-class _DeadRankError(CommError):
+class DeadRankError(CommError):
     """A rank's process ended without a reply."""
 
 
 def _dead_rank_error(rank: int, code: int | None) -> CommError:
     if code == _IMPORTED_AGAIN:
         problem = "each rank is a new process that imports the program, and the program starts ranks as it is imported"
-        return _DeadRankError(f'{problem}; put the call of launch under `if __name__ == "__main__":`', (rank,))
-    return _DeadRankError(f"rank {rank} ended with exit code {code} and without a result", (rank,))
+        return DeadRankError(f'{problem}; put the call of launch under `if __name__ == "__main__":`', (rank,))
+    return DeadRankError(f"rank {rank} ended with exit code {code} and without a result", (rank,))
 
 
 def _is_lost(outcome: Outcome) -> bool:
-    return isinstance(outcome.error, _DeadRankError)
+    return isinstance(outcome.error, DeadRankError)
 
 
 def _send_to_worker(pipe: Connection, data: bytes) -> None:
