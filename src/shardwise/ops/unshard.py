@@ -406,7 +406,7 @@ class ParameterPrefetcher:
                 pending.wait()
         self._sums.clear()
         self._backward.end()
-        trains = training and torch.is_grad_enabled()
+        trains = training and torch.is_grad_enabled() and not is_tracing()
         self._pass = self._forward.setdefault((training, torch.is_grad_enabled()), GatherOrder(self._limit))
         if trains and self._limit is None and not self._trial.is_over:
             self._trial.begin(self._pass.find_comm())
