@@ -119,6 +119,8 @@ SAMPLES: dict[Any, tuple[Any, ...]] = {
     aten.linalg_inv_ex.default: (SQUARES,),
     aten.linalg_ldl_factor_ex.default: (SQUARES,),
     aten.linalg_matrix_exp.default: (SQUARES,),
+    # more rows than columns: with fewer, torch returns memory that was never set where the rank is deficient
+    aten.linalg_lstsq.default: (t(6, 4), t(6, 3)),
     aten.triangular_solve.default: (t(5, 4, 3), SQUARES),
     aten.linalg_solve_triangular.default: (SQUARES, t(5, 4, 3), {"upper": True}),
     aten.linalg_householder_product.default: (TALL, t(5, 4)),
