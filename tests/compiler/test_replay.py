@@ -6,6 +6,7 @@ tensors, computes nothing, and computes them again in the same memory for each r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,9 +72,17 @@ def _host_memory_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(replay.RECORDERS, DEVICE, record_operators)
 
 
+def make_layers() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+LAYERS = make_layers()  # made once: ranks that are threads share torch's generator
+
+
 def make_model(plan: ModelPlan = TENSOR_PARALLEL) -> nn.Module:
-    torch.manual_seed(1)
-    return shard_module(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3)), plan)
+    return shard_module(copy.deepcopy(LAYERS), plan)
 
 
 def make_step(model: nn.Module, owner: torch.optim.Optimizer, clip: float = 0.5) -> Callable[[Tensor], Any]:

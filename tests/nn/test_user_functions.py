@@ -251,13 +251,15 @@ def test_torch_func_grad_of_sharded_parameters() -> None:
         gradients = torch.func.grad(loss)(dict(model.named_parameters()))
         return [g.full() if isinstance(g, ShardedTensor) else g.detach() for g in gradients.values()]
 
+    start = small_model()
+
     def body(comm: Comm) -> list[Tensor]:
-        model = small_model()
+        model = copy.deepcopy(start)
         shard_module(model, ModelPlan(Mesh.of(tp=2), {"0.*": "tp: S(0)"}, input_plan="R", output_plan="plain"))
         return run(model)
 
     for found in run_local(body, 2):
-        torch.testing.assert_close(found, run(small_model()))
+        torch.testing.assert_close(found, run(start))
 
 
 class Packed(nn.Module):
