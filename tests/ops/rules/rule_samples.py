@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import shardwise.ops.rules.experts  # noqa: F401  # defines an operator that has a sample here
 from shardwise._torch import aten
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
