@@ -33,6 +33,7 @@ from bench.estimates import (
     WEIGHTS,
     EstimateBenchSizes,
     Net,
+    calibrate_one_thread,
     estimate_step,
     kendall_tau,
     make_step,
@@ -42,7 +43,6 @@ from shardwise import Mesh, ModelPlan, shard_module
 from shardwise.comm import LocalWorld, default_comm
 from shardwise.nn.plan_files import plan_from_data
 from shardwise.planner import AutoPlanner, estimate, sweep
-from shardwise.planner.calibrate import calibrate
 from shardwise.transfer import Link, Topology
 
 
@@ -197,7 +197,7 @@ def make_plans() -> dict[str, ModelPlan]:
 def _step_table(sizes: AutoplanBenchSizes) -> Figures:
     small = sizes.small
     with LocalWorld(4, timeout=300.0) as world:
-        made = world.run(calibrate, None, 3 if sizes.plans == 1 else 15)[0]
+        made = world.run(calibrate_one_thread, 3 if sizes.plans == 1 else 15)[0]
     ids = torch.zeros(small.sequences, small.length, dtype=torch.long)
     planner = AutoPlanner("dp=4", topology=made.topology, device=made.device, optimizer="none", memory_limit="8GB")
     swept = sweep(planner, Net(small), 4, (ids,))

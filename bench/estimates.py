@@ -135,7 +135,7 @@ def run(sizes: EstimateBenchSizes) -> list[Figures]:
     moves: list[list[Cell]] = []
     for ranks in sizes.worlds:
         with LocalWorld(ranks, timeout=300.0) as world:
-            made = world.run(calibrate, None, 3 if sizes.plans == 1 else 15)[0]
+            made = world.run(calibrate_one_thread, 3 if sizes.plans == 1 else 15)[0]
         with LocalWorld(ranks, timeout=300.0) as world:
             moves += _move_rows(world, made, sizes)
             chosen = [(n, *p) for n, p in make_plans().items() if p[0].mesh.size == ranks][: sizes.plans]
@@ -157,6 +157,12 @@ def run(sizes: EstimateBenchSizes) -> list[Figures]:
         Figures("Steps: forward and backward", columns, rows),
         _agreement(rows, moves),
     ]
+
+
+def calibrate_one_thread(repeats: int) -> Calibration:
+    """What is measured with as many threads as the steps have."""
+    torch.set_num_threads(1)
+    return calibrate(None, repeats)
 
 
 def _agreement(rows: Sequence[Sequence[Any]], moves: Sequence[Sequence[Any]]) -> Figures:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from shardwise.cli.main import app
 from shardwise.geometry import LayoutError
 from shardwise.planner.calibrate import Calibration, MoveSample, fit_topology, list_moves
+from shardwise.planner.rehearsal import MOVE_KINDS
 from shardwise.transfer import Link, Topology
 from shardwise.transfer.cost import DEVICES, Device
 
@@ -52,6 +53,7 @@ def test_a_noisy_machine_moves_the_figures_little() -> None:
 def test_files_come_back(tmp_path: Path) -> None:
     topology = Topology(hosts=[0, 0, 1], within=NEAR, between=FAR, memory=6e9, collectives="messages", calibrated=True)
     device = replace(DEVICES["a100"], products={"bf16": ((1.0, 2.0, 3.0, 4e12),), "f32": ()}, asynchronous=False)
+    device = replace(device, eager_moves={"gather": 1e-4, "gradient": 2e-4})
     path = tmp_path / "machine.toml"
     Calibration(topology, device, tuple(samples_of(topology, 3, 1)), (0.1,), 3).save(path)
     assert Topology.from_file(path) == topology and Device.from_file(path) == device
@@ -86,6 +88,7 @@ def test_the_command_measures_and_estimates_take_its_file(tmp_path: Path, monkey
     assert topology.ranks_per_host == 2 and topology.calibrated and data["within"]["call"] >= 0
     assert len(data["sample"]) == len(data["errors"]) == len(list_moves([0, 1]))
     assert device.eager_call > 0 and not device.asynchronous and all(row[3] > 0 for row in device.products["f32"])
+    assert sorted(device.eager_moves) == sorted(MOVE_KINDS) and min(device.eager_moves.values()) >= 0
     (tmp_path / "linear_model.py").write_text("from torch import nn\ndef make(): return nn.Linear(64, 64)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     src = "f32[64,64] on tp=2: S(0)"

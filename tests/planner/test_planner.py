@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import Mesh, ModelPlan, run_local, shard_module
+from shardwise.geometry import Partial, Replicate
 from shardwise.nn import PlanError
 from shardwise.planner import Device, OptimizerState, estimate
+from shardwise.planner.candidates import Prices
 from shardwise.planner.estimate import SHOWN, activation_rows, batch_for, move_rows, move_seconds, summary_rows
 from shardwise.planner.rehearsal import planned_attention, silent_comm, sum_of_outputs
 from shardwise.tensor.parts import plan_for_rank
@@ -235,6 +237,20 @@ def test_compiled_steps_send_small_moves_together() -> None:
     eager, compiled = (estimate(net, plan, inputs=given, compiled=c) for c in (False, True))
     assert eager.traffic == compiled.traffic
     assert compiled.communication_seconds < eager.communication_seconds / 8
+
+
+def test_what_the_engine_adds_to_a_move_counts_in_eager_steps_and_in_searches() -> None:
+    """Not about: 8 gradients of layers that every rank has whole are summed, each by a move of its own."""
+    net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    plan, device = ModelPlan(Mesh.of(dp=4), {}, input_plan="dp: S(0)"), Device("small", 10**9, 1e12, asynchronous=False)
+    slow = replace(device, eager_moves={"gather": 0.0, "gradient": 0.5, "activation": 0.0})
+    given: dict[str, Any] = {"inputs": (torch.ones(2, 16),), "topology": Topology(4, within=Link(0.0, 1e30))}
+    steps = [estimate(net, plan, device=each, **given).step_seconds for each in (device, slow)]
+    assert steps[1] - steps[0] == pytest.approx(8 * 0.5, rel=1e-3)
+    prices = Prices(plan.mesh, given["topology"], "seconds", slow)
+    move = (16, 16), 4, (Partial("sum"),), (Replicate(),)
+    assert prices.move(*move, "gradient") == pytest.approx(0.5, rel=1e-3)
+    assert prices.move(*move, "gather") == pytest.approx(0.0, abs=1e-6)
 
 
 def test_large_moves_are_hidden_by_computation() -> None:

@@ -414,6 +414,7 @@ def calibration_lines(found: Calibration, output: Path | None) -> list[str]:
         ("products", f"{rate / 1e9:,.0f} billion operations per second"),
         ("memory", f"{format_bytes(device.bandwidth)}/s"),
         ("operator", f"{format_seconds(device.eager_call)} of Python"),
+        *((f"each {kind}", f"{format_seconds(s)} in an eager step") for kind, s in device.eager_moves.items()),
     ]
     lines = [f"{name:<15}{text}" for name, text in rows]
     if found.errors:

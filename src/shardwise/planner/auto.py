@@ -255,7 +255,8 @@ class Search:
 
     @cached_property
     def prices(self) -> Prices:
-        return Prices(self.mesh, self.topology, self.planner.objective)
+        eager = None if self.planner.compiled else self.device
+        return Prices(self.mesh, self.topology, self.planner.objective, eager)
 
     def build(self, again: bool, pins: Pins, *, tied: bool = True) -> Space:
         """The problem, under some pins."""

@@ -6,8 +6,11 @@
    relative error, none below zero. Collectives are taken to be native or messages, whichever fits.
 3. Products, passes over memory and a small step are timed on all ranks at once, since ranks of a host share it. On a
    CPU the clock is that of the thread, which other programs do not disturb: among figures of which some are too good by
-   chance, a search would find just those. How long a rank waits for a core is one figure for all of them.
-4. The result is written with its samples, so that the fit can be checked and repeated: `Topology.from_file`.
+   chance, a search would find just those. How long a rank waits for a core is one figure for all of them: of the turns
+   the one in which ranks had most of the cores.
+4. Small steps that gather parameters, sum gradients and move activations show what the engine adds to a move in a step,
+   where ranks meet each other on their way and do not wait for the first message of an idle link.
+5. The result is written with its samples, so that the fit can be checked and repeated: `Topology.from_file`.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, TypeAlias
+from statistics import fmean, median
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -34,7 +37,8 @@ from shardwise.comm.agree import gather_values
 from shardwise.geometry import Mesh, parse_layout
 from shardwise.nn.plan import ModelPlan
 from shardwise.nn.shard_module import shard_module
-from shardwise.planner.estimate import estimate
+from shardwise.planner.estimate import PricedMoves, lay_out_eager
+from shardwise.planner.rehearsal import MOVE_KINDS, Rehearsal, rehearse
 from shardwise.tensor import from_local
 from shardwise.transfer import Link, Topology, Transfer, plan_transfer
 from shardwise.transfer.cost import Device
@@ -47,7 +51,8 @@ PRODUCTS = (64, 256, 1024)
 FASTEST = 1e-12  # seconds per byte, where the samples show no cost of bytes
 TOO_FAR = 0.25
 TURNS, PREFER = 8, 0.3
-STRETCH_SECONDS = 0.01
+STRETCH_SECONDS = 0.04
+SMALL_ROWS = 256  # many enough for fully sharded layers to gather their parameters, rather than move their inputs
 LEAST_STEP = (1e-8, 1e-9, 1e-9, 1e-13)  # of call, latency, overhead, byte
 
 
@@ -69,6 +74,7 @@ class Calibration:
     """What was measured: the fitted topology, the device, and the samples with the error of the fit for each.
 
     - `errors`: estimated seconds over measured ones, less 1. `is_close`: whether half of them are within 25 %.
+    - `threads` of a rank, which are those that it computes with in training as well.
     """
 
     topology: Topology
@@ -76,6 +82,7 @@ class Calibration:
     samples: tuple[MoveSample, ...]
     errors: tuple[float, ...]
     ranks: int
+    threads: int = 1
 
     @property
     def is_close(self) -> bool:
@@ -88,6 +95,7 @@ class Calibration:
         own["products"] = {dtype: [list(row) for row in rows] for dtype, rows in self.device.products.items()}
         samples = [asdict(sample) for sample in self.samples]
         made = f"{date.today()}, {self.ranks} ranks on {self.device.name}, torch {torch.__version__}"
+        made += f", {self.threads} threads each"
         return {"version": 1, "measured": made, **links, "device": own, "sample": samples}
 
     def save(self, path: str | Path) -> None:
@@ -130,10 +138,10 @@ def calibrate(comm: Comm | None = None, repeats: int = 9) -> Calibration:
     comm = comm or default_comm()
     hosts = comm.find_topology()
     samples, stretch = _time_moves(comm, hosts, repeats)
-    device = _time_device(comm, repeats, stretch)
     topology = fit_topology(samples, _host_numbers(comm, hosts))
+    device = _time_device(comm, repeats, stretch, topology)
     errors = tuple(sample.transfer().estimate(topology) / sample.seconds - 1 for sample in samples)
-    return Calibration(topology, device, samples, errors, comm.world_size)
+    return Calibration(topology, device, samples, errors, comm.world_size, torch.get_num_threads())
 
 
 # Moves
@@ -153,7 +161,8 @@ def _time_moves(comm: Comm, topology: Topology | None, repeats: int) -> tuple[tu
     """Moves between all ranks, and side by side in groups: hosts where there are several of one size, else pairs.
 
     Every turn makes all of them, so that a slow moment of the machine falls on all alike. Each turn also computes:
-    returned is how many times as long as on a core of its own a rank takes, 1 on accelerators.
+    returned is how many times as long as on a core of its own a rank takes, 1 on accelerators. What ranks have of the
+    cores in the best turn counts: other programs only ever take from it.
     """
     ranks, inner = list(comm.ranks), 2
     if topology is not None:
@@ -170,9 +179,11 @@ def _time_moves(comm: Comm, topology: Topology | None, repeats: int) -> tuple[tu
     for turn in range(repeats):
         spans = [_time(run, 1, comm, before=0 if turn else 2)[0] for run in runs]
         turns.append([*spans, _time_stretch(comm) if comm.device.type == "cpu" else 1.0])
-    *found, stretch = _slowest(list(zip(*turns, strict=True)), comm)
-    samples = (MoveSample(src, dst, seconds) for (src, dst), seconds in zip(moves, found, strict=True))
-    return tuple(samples), max(1.0, stretch)
+    *own, stretches = zip(*turns, strict=True)
+    samples = (MoveSample(src, dst, s) for (src, dst), s in zip(moves, _slowest(own, comm), strict=True))
+    every = gather_values(comm, stretches, label="calibrate").values()
+    shares = [fmean(1 / stretch for stretch in turn) for turn in zip(*every, strict=True)]
+    return tuple(samples), max(1 / max(shares), _ranks_of_host(comm) / _cores())
 
 
 def _time_stretch(comm: Comm) -> float:
@@ -180,7 +191,7 @@ def _time_stretch(comm: Comm) -> float:
     square = torch.ones(256, 256, device=comm.device)
     comm.barrier(label="calibrate")
     started, on_core = time.perf_counter(), time.thread_time()
-    while time.thread_time() - on_core < STRETCH_SECONDS:
+    while time.perf_counter() - started < STRETCH_SECONDS:
         torch.mm(square, square)
     return (time.perf_counter() - started) / (time.thread_time() - on_core)
 
@@ -333,7 +344,7 @@ def solve_nonnegative(rows: Array, wanted: Array) -> Array:
 # The device
 
 
-def _time_device(comm: Comm, repeats: int, stretch: float) -> Device:
+def _time_device(comm: Comm, repeats: int, stretch: float, topology: Topology) -> Device:
     """What one rank computes while the others do: products, sums of large tensors, a step of small operators."""
     device = comm.device
 
@@ -371,32 +382,72 @@ def _time_device(comm: Comm, repeats: int, stretch: float) -> Device:
         launch=launch,
         eager_call=0.0,
         asynchronous=device.type != "cpu",
-        overlap=1.0 if device.type != "cpu" else min(1.0, max(0.0, (os.cpu_count() or 1) / sharing - 1)),
+        overlap=1.0 if device.type != "cpu" else min(1.0, max(0.0, _cores() / sharing - 1)),
         products=products,
     )
-    step, operators, computing = _prepare_small_step(made, comm)
-    return replace(made, eager_call=max(0.0, (measure([(step, 1)], repeats)[0] - computing) / operators))
+    alone = _SmallStep.of(ModelPlan(Mesh.of(x=1), {}, input_plan="replicated"), LocalComm.alone(), comm.device)
+    computing = lay_out_eager(alone.rehearsal, alone.price(Topology(1)), replace(made, asynchronous=False)).compute
+    spent = measure([(alone.run, 1)], repeats)[0] - computing
+    made = replace(made, eager_call=max(0.0, spent / len(alone.rehearsal.operators)))
+    return made if made.asynchronous or comm.world_size == 1 else _time_engine(comm, repeats, made, topology)
 
 
-def _prepare_small_step(device: Device, comm: Comm) -> tuple[Callable[[], Any], int, float]:
-    """A small step of each rank, without moves, the number of its operators, and seconds of their computation."""
-    plan, alone = ModelPlan(Mesh.of(x=1), {}, input_plan="replicated"), LocalComm.alone()
+class _SmallStep(NamedTuple):
+    """A small sharded step, ready to run, and its rehearsal."""
 
-    def build() -> nn.Module:
-        layers = [(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32)) for _ in range(4)]
-        return nn.Sequential(*itertools.chain(*layers))
+    plan: ModelPlan
+    rehearsal: Rehearsal
+    run: Callable[[], None]
 
-    inputs = torch.ones(8, 32, device=comm.device)
-    found = estimate(build(), plan, inputs=(inputs,), device=replace(device, eager_call=1.0, asynchronous=False))
-    operators = round(found.compute_seconds)
-    with use_comm(alone):
-        model = shard_module(build().to(comm.device), plan, process_group=alone)
+    @classmethod
+    def of(cls, plan: ModelPlan, comm: Comm, device: torch.device) -> _SmallStep:
+        """Forward and backward of four pairs of layers under a plan."""
+        width = max(32, comm.world_size)
 
-    def step() -> None:
-        with use_comm(alone):
-            model(inputs).sum().backward()
+        def build() -> nn.Module:
+            layers = [
+                (nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.LayerNorm(width))
+                for _ in range(4)
+            ]
+            return nn.Sequential(*itertools.chain(*layers))
 
-    return step, operators, found.compute_seconds - operators
+        inputs = torch.ones(SMALL_ROWS, width, device=device)
+        rehearsal = rehearse(build(), plan, (inputs,), int(plan.mesh.ranks.min()), None)
+        with use_comm(comm):
+            model = shard_module(build().to(device), plan, process_group=comm)
+
+        def run() -> None:
+            with use_comm(comm):
+                model(inputs).sum().backward()
+                for parameter in model.parameters():
+                    parameter.grad = None
+
+        return cls(plan, rehearsal, run)
+
+    def price(self, topology: Topology) -> PricedMoves:
+        """What its moves cost."""
+        return PricedMoves(self.rehearsal.moves, self.plan.mesh, int(self.plan.mesh.ranks.min()), topology)
+
+
+def _time_engine(comm: Comm, repeats: int, device: Device, topology: Topology) -> Device:
+    """What each kind of move takes in an eager step beside its bytes: of three steps with different moves."""
+    mesh, whole = Mesh(("x",), list(comm.ranks)), "x: S(0)"
+    pairs = {"{0,4,8,12}.*": whole, "{2,6,10,14}.weight": "x: S(1)"}
+    plans = [
+        ModelPlan(mesh, {}, input_plan=whole),
+        ModelPlan(mesh, {"{0,2,4,6,8,10,12,14}.weight": whole}, input_plan=whole, reshard_after_forward=True),
+        ModelPlan(mesh, pairs, input_plan="replicated"),
+    ]
+    steps = [_SmallStep.of(plan, comm, comm.device) for plan in plans]
+    turns = [[_time(step.run, 1, comm, before=0 if turn else 2)[0] for step in steps] for turn in range(repeats)]
+    rows, left = [], []
+    for step, seconds in zip(steps, _slowest(list(zip(*turns, strict=True)), comm), strict=True):
+        moves = step.price(topology)
+        nothing = replace(device, eager_moves=dict.fromkeys(MOVE_KINDS, 0.0))
+        rows.append([sum(m.kind == kind for m in moves.sent) / seconds for kind in MOVE_KINDS])
+        left.append(1 - lay_out_eager(step.rehearsal, moves, nothing).step / seconds)
+    found = solve_nonnegative(np.array(rows), np.array(left))
+    return replace(device, eager_moves=dict(zip(MOVE_KINDS, found.tolist(), strict=True)))
 
 
 def _device_name(device: torch.device) -> str:
@@ -409,6 +460,11 @@ def _ranks_of_host(comm: Comm) -> int:
     if hosts is None:
         return comm.world_size
     return int(np.unique(hosts.host_of(np.array(comm.ranks)), return_counts=True)[1].max())
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory_of(device: torch.device, sharing: int) -> int:

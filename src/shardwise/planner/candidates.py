@@ -92,14 +92,21 @@ def local_share(shape: Sequence[int], placements: Placements, mesh: Mesh) -> flo
 
 
 class Prices:
-    """Seconds, or bytes that a rank receives, of moves on a mesh; a move like another one is planned once."""
+    """Seconds, or bytes that a rank receives, of moves on a mesh; a move like another one is planned once.
 
-    def __init__(self, mesh: Mesh, topology: Topology, objective: str) -> None:
+    `eager_on`: the device of an eager step, on which moves take what was measured for each kind.
+    """
+
+    def __init__(self, mesh: Mesh, topology: Topology, objective: str, eager_on: Device | None = None) -> None:
         self.mesh, self.topology, self.objective = mesh, topology, objective
-        self._known: dict[Any, float] = {}
+        self._measured = eager_on if eager_on is not None and eager_on.eager_moves and objective == "seconds" else None
+        self._empty = topology.without_bytes()
+        self._known: dict[Any, tuple[float, float]] = {}
 
-    def move(self, shape: Sequence[int], itemsize: int, src: Placements, dst: Placements) -> float:
-        """What it takes to have a tensor elsewhere.
+    def move(
+        self, shape: Sequence[int], itemsize: int, src: Placements, dst: Placements, kind: str = "activation"
+    ) -> float:
+        """What it takes to have a tensor elsewhere; `kind`: one of `MOVE_KINDS`.
 
         >>> prices = Prices(Mesh.of(tp=2), Topology(ranks_per_host=8), "bytes")
         >>> prices.move((8, 8), 4, (Shard(0),), (Replicate(),)), prices.move((8, 8), 4, (Replicate(),), (Shard(1),))
@@ -112,7 +119,7 @@ class Prices:
         known = self._known.get((key, whole, width))
         if known is None:
             known = self._known[key, whole, width] = self._plan(key, whole, width, itemsize)
-        return known
+        return self._measured.move_seconds(kind, *known) if self._measured is not None and known[0] else known[0]
 
     def _rename_dims(
         self, shape: Sequence[int], src: Placements, dst: Placements
@@ -133,16 +140,22 @@ class Prices:
     def _is_even(self, length: int) -> bool:
         return all(length % ranks == 0 for ranks in self.mesh.shape) or length % self.mesh.size == 0
 
-    def _plan(self, key: tuple[Placements, Placements], shape: tuple[int, ...], width: int, itemsize: int) -> float:
+    def _plan(
+        self, key: tuple[Placements, Placements], shape: tuple[int, ...], width: int, itemsize: int
+    ) -> tuple[float, float]:
         src, dst = (mesh_spec(self.mesh, p, self.mesh.axes).layout(shape or (1,)) for p in key)
         return self.of_layouts(src, dst, width, itemsize)
 
-    def of_layouts(self, src: Layout, dst: Layout, width: int, itemsize: int) -> float:
-        """The same for two layouts; `width`: bytes of an element, of which `itemsize` are added at once."""
+    def of_layouts(self, src: Layout, dst: Layout, width: int, itemsize: int) -> tuple[float, float]:
+        """The same for two layouts, and what it would take without bytes, where that counts.
+
+        `width`: bytes of an element, of which `itemsize` are added at once.
+        """
         transfer = plan_transfer(src, dst, itemsize=width, topology=self.topology)
         if self.objective == "bytes":
-            return transfer.moved_bytes / self.mesh.size
-        return transfer.estimate(self.topology, wider={8: 1, 4: 1, 2: 2, 1: 4}.get(itemsize, 0))
+            return transfer.moved_bytes / self.mesh.size, 0.0
+        seconds = transfer.estimate(self.topology, wider={8: 1, 4: 1, 2: 2, 1: 4}.get(itemsize, 0))
+        return seconds, 0.0 if self._measured is None else min(seconds, transfer.estimate(self._empty))
 
 
 @dataclass(frozen=True)
@@ -443,7 +456,7 @@ class SpaceBuilder:
             others = parts // (ranks if is_split(strategy) else 1)
             for move in strategy.moves:
                 width = max(1, round(move.dtype.itemsize / others))
-                moving += 2 * prices.of_layouts(move.src, move.dst, width, move.dtype.itemsize)
+                moving += 2 * prices.of_layouts(move.src, move.dst, width, move.dtype.itemsize)[0]
         if prices.objective == "bytes":
             return moving
         return moving + self._computing(node, candidate, parts)
@@ -585,7 +598,8 @@ class SpaceBuilder:
         if any(isinstance(q, Partial) and isinstance(p, Shard) for p, q in zip(src, dst, strict=True)):
             return []
         prices, shape, itemsize = self.costs.prices, value.shape, value.itemsize
-        there = prices.move(shape, itemsize, src, dst)
+        is_parameter = value.source == PARAMETER
+        there = prices.move(shape, itemsize, src, dst, "gather" if is_parameter else "activation")
         back = 0.0
         if value.differentiated:
             gradient: Placements = tuple(
@@ -593,9 +607,9 @@ class SpaceBuilder:
                 for q, v in zip(dst, varying, strict=True)
             )
             target: Placements = tuple(p if isinstance(p, Shard) else Replicate() for p in src)
-            back = prices.move(shape, itemsize, gradient, target)
+            back = prices.move(shape, itemsize, gradient, target, "gradient" if is_parameter else "activation")
         held = value.nbytes * local_share(shape, dst, self.mesh)
-        if value.source != PARAMETER:
+        if not is_parameter:
             kept = held if value.kept and not self.costs.recompute else 0.0
             return [FlowMove(a, b, there + back + (there if self.costs.recompute else 0.0), kept)]
         if prices.objective == "bytes":

@@ -316,6 +316,11 @@ class PricedMoves:
         return self._prices[id(move.record)]
 
     @cached_property
+    def sent(self) -> tuple[MeteredMove, ...]:
+        """The moves that send or receive something."""
+        return tuple(m for m in self._moves if (p := self.price(m)).received_bytes or p.sent_bytes)
+
+    @cached_property
     def listed(self) -> tuple[StepMove, ...]:
         """Each kind of move that sends or receives something, what takes longest in a step first."""
         kinds = Counter((id(m.record), m.backward, m.parameter is not None) for m in self._moves)
@@ -362,10 +367,8 @@ def move_seconds(src: Layout, dst: Layout, itemsize: int, topology: Topology) ->
     [124, 26]
     """
     transfer = plan_transfer(src, dst, itemsize=itemsize, topology=topology)
-    endless = [replace(link, bandwidth=1e30) for link in (topology.within, topology.between)]
-    empty = replace(topology, within=endless[0], between=endless[1], memory=1e30)
     seconds = transfer.estimate(topology)
-    return seconds, min(seconds, transfer.estimate(empty))
+    return seconds, min(seconds, transfer.estimate(topology.without_bytes()))
 
 
 def received_by_axis(transfer: Transfer, mesh: Mesh, rank: int) -> dict[str, int]:
@@ -405,8 +408,8 @@ def lay_out_eager(rehearsal: Rehearsal, moves: PricedMoves, device: Device) -> S
     their gradients end with the backward pass (`may_go_beside`). What goes on beside takes time of its own from the
     computation, where the device has no `overlap`.
     """
-    sent = [m for m in rehearsal.moves if (p := moves.price(m)).received_bytes or p.sent_bytes]
-    prices = [moves.price(m) for m in sent]
+    sent, prices = moves.sent, [moves.price(m) for m in moves.sent]
+    spans = [device.move_seconds(m.kind, p.seconds, p.latency) for m, p in zip(sent, prices, strict=True)]
     large = [
         m.parameter is not None and max(p.received_bytes, p.sent_bytes) >= LEAST_BYTES
         for m, p in zip(sent, prices, strict=True)
@@ -423,14 +426,14 @@ def lay_out_eager(rehearsal: Rehearsal, moves: PricedMoves, device: Device) -> S
         while number < len(sent) and sent[number].place <= place:
             now = max(computed, python)
             if number not in ends:
-                ends[number] = port = max(port, now) + prices[number].seconds
+                ends[number] = port = max(port, now) + spans[number]
             if beside[number]:
-                computed += (1 - device.overlap) * prices[number].seconds
+                computed += (1 - device.overlap) * spans[number]
             else:
                 computed = max(computed, ends[number])
                 python = python if device.asynchronous else computed
             if number in following:
-                seconds = prices[following[number]].seconds
+                seconds = spans[following[number]]
                 ends[following[number]] = port = max(port, computed) + seconds
                 computed += (1 - device.overlap) * seconds
             number += 1
@@ -439,14 +442,12 @@ def lay_out_eager(rehearsal: Rehearsal, moves: PricedMoves, device: Device) -> S
             python = (python if device.asynchronous else max(python, computed)) + device.eager_call
             computed = max(computed, python) + seconds
             computing += seconds + (0 if device.asynchronous else device.eager_call)
-    moving = sum(price.seconds for price in prices)
-    return StepTime(max(computed, port), computing, moving)
+    return StepTime(max(computed, port), computing, sum(spans))
 
 
 def lay_out_compiled(rehearsal: Rehearsal, moves: PricedMoves, device: Device, limit: int) -> StepTime:
     """The time of a compiled step: the starts and waits that `shardwise.compile` writes into its graph."""
-    sent = [m for m in rehearsal.moves if (p := moves.price(m)).received_bytes or p.sent_bytes]
-    prices = {number: moves.price(m) for number, m in enumerate(sent)}
+    sent, prices = moves.sent, {number: moves.price(m) for number, m in enumerate(moves.sent)}
     found = [GraphMove(n, m.record, m.ready, m.use) for n, m in enumerate(sent)]
     timeline = Timeline(sorted(found, key=lambda m: (m.use, m.ready, m.node)), limit)
     clock = port = computing = moving = 0.0

@@ -184,6 +184,9 @@ def count_attention_flops(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = 
     return every // 2 if is_causal else every
 
 
+MOVE_KINDS = ("gather", "gradient", "activation")
+
+
 class MeteredMove(NamedTuple):
     """One move of a step: which, in which pass, and the parameter that it gathers, or whose gradient it makes.
 
@@ -198,6 +201,11 @@ class MeteredMove(NamedTuple):
     place: int = 0
     ready: int = 0
     use: int = 0
+
+    @property
+    def kind(self) -> str:
+        """One of `MOVE_KINDS`: what is moved."""
+        return "activation" if self.parameter is None else "gather" if self.gathers else "gradient"
 
 
 class MeteredOperator(NamedTuple):

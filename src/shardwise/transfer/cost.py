@@ -47,6 +47,8 @@ class Device:
     - `efficiency`: the share of `flops` that large products reach; smaller ones reach less (`product_rate`).
     - `bandwidth`: bytes per second of its memory; `launch`: seconds of a kernel without work.
     - `eager_call`: seconds in which Python dispatches an operator. With `asynchronous` the device computes meanwhile.
+    - `eager_moves`: seconds of a move in an eager step beside its bytes, by what is moved ("gather" of a parameter,
+      "gradient", "activation"), where they were measured; they replace what a link takes for a call.
     - `overlap`: the share of what travels beside computation that does not hold it up: on a CPU moving takes cores.
     - `products`: measured operations per second by dtype, as rows (m, n, k, rate); they replace `flops`.
 
@@ -64,6 +66,15 @@ class Device:
     asynchronous: bool = True
     overlap: float = 1.0
     products: Mapping[str, tuple[tuple[float, float, float, float], ...]] = field(default_factory=dict)
+    eager_moves: Mapping[str, float] = field(default_factory=dict)
+
+    def move_seconds(self, kind: str, seconds: float, empty: float) -> float:
+        """The seconds of a move of a kind in an eager step; `empty`: those that the links take for no bytes.
+
+        >>> Device("small", 1, 1.0, eager_moves={"gather": 2.0}).move_seconds("gather", 5.0, 1.0)
+        6.0
+        """
+        return seconds if kind not in self.eager_moves else seconds - empty + self.eager_moves[kind]
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -131,6 +131,15 @@ class Topology:
             place, most = turns[ranks], int(turns.max(initial=0)) + 1
         ports: IntArray = hosts * -(-most // link.ranks_per_port) + place // link.ranks_per_port
         return ports
+
+    def without_bytes(self) -> Topology:
+        """The same hosts, on which bytes take no time: what is left is that of calls and messages.
+
+        >>> round(1e6 * Topology(ranks_per_host=8).without_bytes().within.seconds(messages=1, nbytes=1e9))
+        24
+        """
+        within, between = (replace(link, bandwidth=1e30) for link in (self.within, self.between))
+        return replace(self, within=within, between=between, memory=1e30)
 
     def to_json(self) -> dict[str, Any]:
         hosts = None if self.hosts is None else list(self.hosts)
