@@ -1,4 +1,4 @@
-"""The Trainer on spawned ranks: as on one process, its checkpoints continue, also on another number of ranks."""
+"""The Trainer, and loops of accelerate, on spawned ranks: as on one process; also continued on other ranks."""
 
 from __future__ import annotations
 
@@ -215,6 +215,62 @@ def test_a_loss_of_rows_is_averaged_over_the_parts_of_a_batch(world: Ranks, tmp_
     expected = train_with_smoothing(None, tmp_path)
     for found in world.run(train_with_smoothing, "dp2", tmp_path):
         assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def run_loop(layout: str | None, folder: Path, resume: bool = False, safe: bool = True) -> tuple[Any, ...]:
+    """A loop of accelerate: gradients of two batches make a step, the state is saved after the second step."""
+    accelerate = import_or_skip("accelerate")
+    model, parts, kind = FAMILIES["gpt2"].build(transformers), 1, accelerate.Accelerator  # its ends are one parameter
+    if layout is not None:
+        start_accelerate()
+        shard_module(model, shardwise.hf.plan(model, LAYOUTS[layout]))
+        parts, kind = 1 if layout == "tp2" else 2, shardwise.hf.ShardedAccelerator
+    accelerator = kind(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler: Any = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4 * parts)
+    loader: Any = torch.utils.data.DataLoader(Sentences(), batch_size=4 // parts)
+    loader, model, optimizer, scheduler = accelerator.prepare(loader, model, optimizer, scheduler)
+    if resume:
+        accelerator.load_state(str(folder))
+    losses, logits = [], []
+    for number, batch in enumerate(loader):
+        if resume and number < 4:
+            continue
+        with accelerator.accumulate(model):
+            output = model(**batch)
+            accelerator.backward(output.loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(output.loss.item())
+        logits.append(accelerator.gather_for_metrics(output.logits).detach())
+        if number == 3 and not resume:
+            accelerator.save_state(str(folder), safe_serialization=safe)
+    accelerator.save_model(model, str(folder / "model"))
+    found = {n: p.full() if isinstance(p, ShardedTensor) else p.detach() for n, p in model.named_parameters()}
+    return losses, logits, found
+
+
+@pytest.mark.parametrize(("layout", "again"), [("tp2", "dp2"), ("dp2", "fsdp2"), ("fsdp2", "tp2")])
+def test_a_loop_of_accelerate_trains_saves_and_continues_in_another_layout(
+    world: Ranks, layout: str, again: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("family", "accelerate, its states saved and loaded")
+    record_property("layout", layout)
+    losses, logits, values = run_loop(None, tmp_path / "dense")
+    for found in world.run(run_loop, layout, tmp_path, False, layout != "dp2"):
+        assert_close(found, (losses, logits, values), rtol=1e-4, atol=1e-5)
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {"optimizer.bin", "pytorch_model.bin" if layout == "dp2" else "model.safetensors"} <= written
+    for found in world.run(run_loop, again, tmp_path, True):
+        assert_close(found, (losses[4:], logits[4:], values), rtol=1e-4, atol=1e-5)
+    model = FAMILIES["gpt2"].build(transformers)
+    accelerate = import_or_skip("accelerate")
+    accelerate.load_checkpoint_in_model(model, str(tmp_path / "model"))
+    assert_close({n: p.detach() for n, p in model.named_parameters()}, values, rtol=1e-4, atol=1e-5)
+    record_property("shown", "T S")
 
 
 def make_tokenizer() -> Any:

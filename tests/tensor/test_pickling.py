@@ -8,9 +8,11 @@ import pickle
 from typing import Any, TypeVar
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
+from shardwise import ModelPlan, shard_module
 from shardwise.comm import Comm, run_local
 from shardwise.comm.current import get_current_process_group, load_with_process_group, resolve_comm
 from shardwise.compat.sharded_tensor import TorchShardedTensor
@@ -201,3 +203,31 @@ def test_load_with_process_group_does_not_nest_and_ends() -> None:
 def test_what_is_no_group_is_refused() -> None:
     with pytest.raises(ValueError, match="a torch ProcessGroup or DeviceMesh, a shardwise Comm or None; got str"):
         resolve_comm("gloo")  # type: ignore[arg-type]  # the mistake under test
+
+
+def test_a_sharded_model_is_copied_and_says_why_it_is_not_pickled() -> None:
+    def body(comm: Comm) -> str:
+        model = nn.Sequential(nn.Linear(4, 4))
+        shard_module(model, ModelPlan(TP, {"**.weight": "tp: S(0)", "**.bias": "R"}, input_plan="R"))
+        twin = copy.deepcopy(model)
+        twin(torch.ones(2, 4)).sum().backward()
+        assert all(p.grad is None for p in model.parameters()) and all(p.grad is not None for p in twin.parameters())
+        with pytest.raises(pickle.PicklingError) as raised:
+            torch.save(model, io.BytesIO())
+        return str(raised.value)
+
+    for text in run_local(body, 2):
+        assert text.startswith("a sharded model is bound to the ranks that run it, so it cannot be pickled; write its")
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_writers_of_files_are_told_that_no_rank_has_the_memory_of_the_whole() -> None:
+    def body(comm: Comm) -> tuple[int, str]:
+        tensor = numbered(SPECS[0], comm)
+        with pytest.raises(RuntimeError) as raised:
+            safetensors.torch.save({"x": tensor})
+        return tensor.untyped_storage().nbytes(), str(raised.value)
+
+    for size, text in run_local(body, 2):
+        assert size == 4 * 6 * 4
+        assert text.startswith("the whole of a ShardedTensor is in the memory of no rank, so it has no address, which")

@@ -2,4 +2,5 @@
 
 from shardwise.hf.loading import load as load
 from shardwise.hf.plans import plan as plan
+from shardwise.hf.trainer import ShardedAccelerator as ShardedAccelerator
 from shardwise.hf.trainer import ShardedTrainer as ShardedTrainer

@@ -1,7 +1,8 @@
-"""The Trainer of transformers for a model that is sharded by a plan: its loop, arguments and files, unchanged.
+"""The Accelerator of accelerate and the Trainer of transformers for a sharded model: their loops and files, unchanged.
 
 What differs: batches are divided over the axes that split inputs and are the same along all others, the model is not
-wrapped in DistributedDataParallel, and every rank takes part in saving, of which one writes whole tensors.
+wrapped in DistributedDataParallel, and every rank takes part in saving, of which one writes whole tensors. They are
+loaded in parts, each rank reading its own.
 
 A model's own loss is that of the whole batch, on every rank. A loss that is computed from outputs (label smoothing,
 `compute_loss_func`, the trainers of trl, which come after ShardedTrainer among the bases) is one of this rank's rows,
@@ -10,8 +11,13 @@ of which such code expects the average over ranks: the gradients of rows are div
 
 from __future__ import annotations
 
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import accelerate
 import torch
 import transformers
 from accelerate.data_loader import prepare_data_loader
@@ -19,10 +25,159 @@ from torch import Tensor, nn
 
 from shardwise._torch import pytree
 from shardwise._tree import map_nest
-from shardwise.nn.inputs import ShardedBy, batch_placements, gather_state, place_inputs
+from shardwise.comm.agree import gather_values
+from shardwise.hf.loading import fill_from_folder
+from shardwise.nn.inputs import ShardedBy, batch_placements, call_together, gather_state, place_inputs
 from shardwise.nn.optimizer import shard_state
 from shardwise.nn.plan import PlanError
 from shardwise.tensor.sharded_tensor import ShardedTensor
+
+
+class ShardedAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # no types without accelerate
+    """`accelerate.Accelerator` for a model that `shard_module` sharded by a plan with `output_plan="plain"`.
+
+    >>> accelerator = ShardedAccelerator()  # doctest: +SKIP
+    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
+    >>> accelerator.save_state("folder")  # doctest: +SKIP
+    """
+
+    sharded_by: ShardedBy
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """What `Accelerator.prepare` makes of models, optimizers and loaders; one of the models is sharded."""
+        found = [by for by in (getattr(a, "_sharded_by", None) for a in args) if isinstance(by, ShardedBy)]
+        if found:
+            self.sharded_by = found[0]
+        elif not hasattr(self, "sharded_by"):
+            raise PlanError(
+                "ShardedAccelerator prepares a model that shard_module sharded by a ModelPlan; shard it first"
+            )
+        return super().prepare(*args, **kwargs)
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """A model for mixed precision; a sharded one is not wrapped."""
+        by = getattr(model, "_sharded_by", None)
+        if isinstance(by, ShardedBy):
+            self.sharded_by = by
+        return super().prepare_model(model, device_placement, evaluation_mode or by is not None)
+
+    def prepare_data_loader(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+        """A loader of this rank's part of each batch; ranks without a part of their own have the same rows."""
+        comm, seed = self.sharded_by.comm, self.dataloader_config.data_seed
+        seeds = gather_values(comm, torch.initial_seed() if seed is None else seed, label="prepare_data_loader")
+        count, index = count_parts(self.sharded_by)
+        made = prepare_data_loader(
+            loader,
+            self.device,
+            num_processes=count,
+            process_index=index,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=[],  # each rank draws the same order from the seed
+            dispatch_batches=False,
+            even_batches=self.even_batches,
+            use_seedable_sampler=True,
+            data_seed=seeds[comm.ranks[0]],
+            non_blocking=self.non_blocking,
+        )
+        self._dataloaders.append(made)
+        return made
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """A scheduler that makes as many steps with the optimizer as there are parts of a batch, as accelerate's do."""
+        made, parts = super().prepare_scheduler(scheduler), count_parts(self.sharded_by)[0]
+        if not made.split_batches and parts != self.num_processes:
+            made.__class__, made.split_batches, made.parts = _SchedulerOfParts, True, parts
+        return made
+
+    def gather_for_metrics(self, tree: Any, use_gather_object: bool = False) -> Any:
+        """The rows of all ranks with other batches, without those that were added to fill the last batch.
+
+        Of numbers (a count, a sum) there is one for each batch.
+        """
+        plan, state = self.sharded_by.plan, self.gradient_state
+        leaves = pytree.tree_leaves(tree)
+        if leaves and all(isinstance(t, Tensor) and t.ndim == 0 for t in leaves):
+            tree, state = pytree.tree_map(lambda t: t.unsqueeze(0), tree), None
+        whole = pytree.tree_map(
+            lambda t: t.full() if isinstance(t, ShardedTensor) else t,
+            place_inputs(tree, plan.mesh, batch_placements(plan.input_placements or ()), self.sharded_by.comm),
+        )
+        if state is None or not state.end_of_dataloader or state.remainder <= 0:
+            return whole
+        return pytree.tree_map(lambda t: t[: state.remainder] if isinstance(t, Tensor) and t.ndim else t, whole)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """A model's state with whole tensors, in CPU memory of the first rank; empty on the others. On every rank."""
+        by = getattr(self.unwrap_model(model), "_sharded_by", None)
+        state = super().get_state_dict(model, unwrap)
+        return state if by is None else OrderedDict(gather_state(state, by.comm, model))
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Write the state of all that was prepared, its tensors whole; called on every rank."""
+        save = super().save_state
+        with whole_states(self._optimizers, self.sharded_by):
+            return call_together(self.sharded_by.comm, "save_state", lambda: save(*args, **kwargs))
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Read what `save_state` wrote, also on another number of ranks; called on every rank."""
+        hooks = [self.register_load_state_pre_hook(self._load_models)]
+        for optimizer in self._optimizers:
+            hooks.append(_find_inner(optimizer).register_load_state_dict_post_hook(shard_optimizer_state))
+        try:
+            super().load_state(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _load_models(self, models: list[Any], folder: str) -> None:
+        """A hook of `load_state`: read the files of models in parts, and leave none to accelerate."""
+        for number, model in enumerate(models):
+            ending = f"_{number}" if number else ""
+            names = (f"model{ending}.safetensors", f"pytorch_model{ending}.bin")
+            found = [path for name in names if os.path.exists(path := os.path.join(folder, name))]
+            if not found:
+                raise FileNotFoundError(f"load_state: {folder} has neither {' nor '.join(names)}")
+            fill_from_folder(model, found[0], self.sharded_by.comm, None)
+        models.clear()
+
+
+class _SchedulerOfParts(accelerate.scheduler.AcceleratedScheduler):  # type: ignore[misc]  # no types without accelerate
+    """A scheduler of accelerate that steps once for each part of a batch, not for each rank."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        for _ in range(self.parts):
+            super().step(*args, **kwargs)
+
+
+def count_parts(by: ShardedBy) -> tuple[int, int]:
+    """Into how many parts batches are divided, and which of them this rank has."""
+    mesh, count, index, position = by.plan.mesh, 1, 0, by.plan.mesh.coordinates(by.comm.rank)
+    for axis, placement in enumerate(by.plan.input_placements or ()):
+        if placement.is_shard(0):
+            count, index = count * mesh.shape[axis], index * mesh.shape[axis] + position[mesh.axes[axis]]
+    return count, index
+
+
+def _find_inner(optimizer: Any) -> Any:
+    """The optimizer of torch that accelerate may have wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+@contextmanager
+def whole_states(optimizers: Sequence[Any], by: ShardedBy) -> Iterator[None]:
+    """Let state dicts of optimizers have whole tensors, on the first rank; every rank enters."""
+    hooks = []
+    for optimizer in map(_find_inner, optimizers):
+        leaves, structure = pytree.tree_flatten(optimizer.state_dict())
+        whole = gather_state({str(i): leaf for i, leaf in enumerate(leaves)}, by.comm)
+        state = pytree.tree_unflatten([whole.get(str(i)) for i in range(len(leaves))], structure)
+        hooks.append(optimizer.register_state_dict_post_hook(lambda *_, state=state: state))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class ShardedTrainer(transformers.Trainer):  # type: ignore[misc]  # no types without transformers
@@ -36,7 +191,7 @@ class ShardedTrainer(transformers.Trainer):  # type: ignore[misc]  # no types wi
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
         self.sharded_by = _find_plan(model)
-        self._loss = _LossOfRows(self._data_ranks()[0])
+        self._loss = _LossOfRows(count_parts(self.sharded_by)[0])
         model.register_forward_hook(self._loss.note_outputs, with_kwargs=True)
         super().__init__(model, *args, **kwargs)
         # Ranks that compute one batch together draw the same tokens; some trainers give each rank a seed of its own.
@@ -47,58 +202,14 @@ class ShardedTrainer(transformers.Trainer):  # type: ignore[misc]  # no types wi
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.accelerator.prepare_data_loader = self._prepare_data_loader
-        self.accelerator.gather_for_metrics = self.gather_function = self._gather_rows
-
-    def _data_ranks(self) -> tuple[int, int]:
-        """Into how many parts batches are divided, and which of them this rank has."""
-        mesh, comm = self.sharded_by.plan.mesh, self.sharded_by.comm
-        placements = self.sharded_by.plan.input_placements or ()
-        count, index, position = 1, 0, mesh.coordinates(comm.rank)
-        for axis, placement in enumerate(placements):
-            if placement.is_shard(0):
-                count, index = count * mesh.shape[axis], index * mesh.shape[axis] + position[mesh.axes[axis]]
-        return count, index
-
-    def _prepare_data_loader(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
-        accelerator, (count, index) = self.accelerator, self._data_ranks()
-        made = prepare_data_loader(
-            loader,
-            accelerator.device,
-            num_processes=count,
-            process_index=index,
-            split_batches=accelerator.split_batches,
-            put_on_device=accelerator.device_placement if device_placement is None else device_placement,
-            rng_types=[],  # each rank draws the same order from the seed
-            dispatch_batches=False,
-            even_batches=accelerator.even_batches,
-            use_seedable_sampler=True,
-            data_seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
-            non_blocking=accelerator.non_blocking,
-        )
-        accelerator._dataloaders.append(made)
-        return made
-
-    def _gather_rows(self, tree: Any, use_gather_object: bool = False) -> Any:
-        """The rows of all ranks with other batches, without those that were added to fill the last batch.
-
-        Of numbers (a count, a sum) there is one for each batch.
-        """
-        plan, state = self.sharded_by.plan, self.accelerator.gradient_state
-        leaves = pytree.tree_leaves(tree)
-        if leaves and all(isinstance(t, Tensor) and t.ndim == 0 for t in leaves):
-            tree, state = pytree.tree_map(lambda t: t.unsqueeze(0), tree), None
-        whole = pytree.tree_map(
-            lambda t: t.full() if isinstance(t, ShardedTensor) else t,
-            place_inputs(tree, plan.mesh, batch_placements(plan.input_placements or ()), self.sharded_by.comm),
-        )
-        if state is None or not state.end_of_dataloader or state.remainder <= 0:
-            return whole
-        return pytree.tree_map(lambda t: t[: state.remainder] if isinstance(t, Tensor) and t.ndim else t, whole)
+        accelerator, args = self.accelerator, self.args
+        accelerator.__class__, accelerator.sharded_by = ShardedAccelerator, self.sharded_by
+        accelerator.dataloader_config.data_seed = args.seed if args.data_seed is None else args.data_seed
+        self.gather_function = accelerator.gather_for_metrics
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """A step of evaluation on the rows of the dataset, without those that were added to fill the last batch."""
-        state, (_, index) = self.accelerator.gradient_state, self._data_ranks()
+        state, (_, index) = self.accelerator.gradient_state, count_parts(self.sharded_by)
         if state.end_of_dataloader and state.remainder > 0:
             rows = next(t.shape[0] for t in pytree.tree_leaves(dict(inputs)) if isinstance(t, Tensor) and t.ndim)
             own = min(rows, max(0, state.remainder - index * rows))
@@ -110,7 +221,7 @@ class ShardedTrainer(transformers.Trainer):  # type: ignore[misc]  # no types wi
     def get_tp_size(self) -> int:
         """How many ranks have the same batch; a loss is multiplied by the number of batches when this is asked."""
         self._loss.is_scaled = True
-        return max(1, int(self.accelerator.num_processes) // self._data_ranks()[0])
+        return max(1, int(self.accelerator.num_processes) // self._loss.parts)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the whole batch, as every rank has it; or that of this rank's rows, to be averaged over ranks."""
@@ -130,12 +241,8 @@ class ShardedTrainer(transformers.Trainer):  # type: ignore[misc]  # no types wi
         return made
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        own: Any = self.optimizer  # type: ignore[has-type]  # set by the Trainer
-        self.optimizer = _WholeState(own, self.sharded_by)
-        try:
+        with whole_states([self.optimizer], self.sharded_by):
             super()._save_optimizer_and_scheduler(output_dir)
-        finally:
-            self.optimizer = own
 
 
 class _LossOfRows:
@@ -188,18 +295,6 @@ class _LossOfRows:
                 seen.add(node)
                 left += [before for before, _ in node.next_functions]
         return False
-
-
-class _WholeState:
-    """Stands for an optimizer whose state is written whole."""
-
-    def __init__(self, optimizer: Any, by: ShardedBy) -> None:
-        leaves, structure = pytree.tree_flatten(optimizer.state_dict())
-        whole = gather_state({str(i): leaf for i, leaf in enumerate(leaves)}, by.comm)
-        self._state = pytree.tree_unflatten([whole.get(str(i)) for i in range(len(leaves))], structure)
-
-    def state_dict(self) -> Any:
-        return self._state
 
 
 def shard_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

@@ -34,7 +34,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -42,6 +42,7 @@ from functools import cache, lru_cache, partial
 from inspect import signature
 from itertools import zip_longest
 from math import prod
+from pickle import PicklingError
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -577,6 +578,13 @@ class ShardedBy:
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedBy:
         return self  # copies of a model are on the same ranks
 
+    def __reduce__(self) -> Any:
+        raise PicklingError(
+            "a sharded model is bound to the ranks that run it, so it cannot be pickled; write its values: "
+            "shardwise.save({'model': model}, path), model.save_pretrained(path) of transformers, or on every rank "
+            "torch.save(model.state_dict(), a path of its own)"
+        )
+
 
 def adapt_methods(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
     """Give a model's `generate` and `save_pretrained` a form for sharded parameters, wherever a part has them."""
@@ -585,9 +593,10 @@ def adapt_methods(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
         # The plan has the names of the parameters in the model itself.
         own = _METHODS if part is module else _METHODS[:2]
         names = tuple(name for name in own if callable(getattr(kind, name, None)))
+        if names or part is module:  # it is first there, so that pickle finds it, and says why, before the hooks
+            part.__dict__ = {"_sharded_by": ShardedBy(plan, comm), **part.__dict__}
         if names:
             part.__class__ = _derive_class(kind, names)  # type: ignore[arg-type]  # a class is hashable
-            part.__dict__["_sharded_by"] = ShardedBy(plan, comm)
             part.__dict__.pop("_compiled_call", None)  # of transformers' generate(); in a copy it is the original's
         if "generate" in names and part is not module and plan.input_plan is not None:
             register_input_hooks(part, plan, comm)  # a wrapper's generate() calls the forward of the model inside
@@ -597,7 +606,14 @@ def adapt_methods(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
 def _derive_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     made = {"generate": _generate, "save_pretrained": _save_pretrained, "resize_token_embeddings": _resize_embeddings}
     body: dict[str, Any] = {name: made[name](getattr(kind, name)) for name in names}
+    body["__reduce_ex__"] = lambda self, _: (_make_part, (self._sharded_by, kind, names), self.__dict__)
     return type(kind.__name__, (kind,), {**body, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def _make_part(by: ShardedBy, kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """A part without attributes: what `copy.deepcopy` begins with."""
+    derived = _derive_class(kind, names)  # type: ignore[arg-type]  # a class is hashable
+    return derived.__new__(derived)
 
 
 def _generate(original: Any) -> Any:
@@ -674,22 +690,30 @@ def _save_pretrained(original: Any) -> Any:
     ) -> Any:
         comm = self.__dict__["_sharded_by"].comm
         whole = gather_state(self.state_dict() if state_dict is None else state_dict, comm, self)
-        result, problem = None, None
         if comm.rank == comm.ranks[0]:
-            try:
-                result = original(self, save_directory, *args, state_dict=whole, **kwargs)
-            except Exception as error:  # of any kind: the other ranks must hear of it
-                problem = error
-        try:
-            agree(comm, {}, label="save_pretrained", what="calls", problem=problem)
-        except DisagreementError:
-            if problem is not None:
-                raise problem from None
-            raise
-        return result
+            return call_together(
+                comm, "save_pretrained", lambda: original(self, save_directory, *args, state_dict=whole, **kwargs)
+            )
+        return call_together(comm, "save_pretrained", lambda: None)
 
     save_pretrained.__doc__ = original.__doc__
     return save_pretrained
+
+
+def call_together(comm: Comm, label: str, call: Callable[[], Any]) -> Any:
+    """What a function returns, after it has returned on all ranks; where it failed on one, all of them raise."""
+    result, problem = None, None
+    try:
+        result = call()
+    except Exception as error:  # of any kind: the other ranks must hear of it
+        problem = error
+    try:
+        agree(comm, {}, label=label, what="calls", problem=problem)
+    except DisagreementError:
+        if problem is not None:
+            raise problem from None
+        raise
+    return result
 
 
 def _resize_embeddings(original: Any) -> Any:

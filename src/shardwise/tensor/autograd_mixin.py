@@ -261,8 +261,26 @@ class AttributesMixin(Tensor):
         return self.sharding.numel
 
 
+class MemoryOfWhole(torch.UntypedStorage):
+    """The storage of a ShardedTensor: as long as the whole, and on no rank."""
+
+    def data_ptr(self) -> int:
+        """Refuse what writers of files ask for (safetensors, accelerate): they would write what is not there."""
+        raise RuntimeError(
+            "the whole of a ShardedTensor is in the memory of no rank, so it has no address, which safetensors and "
+            "others that write files ask for; on every rank, call shardwise.save(state, path), "
+            "model.save_pretrained(path) or save_state of shardwise.hf.ShardedAccelerator, or write x.full() on one"
+        )
+
+
 class LocalMemoryMixin(AttributesMixin):
     """What ShardedTensor does with the memory of its local tensors."""
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """A storage that says how long the whole is, and has no address."""
+        storage = super().untyped_storage()
+        storage.__class__ = MemoryOfWhole
+        return storage
 
     def is_pinned(self, device: Any = None) -> bool:
         """Whether the local tensors are in pinned memory."""
