@@ -60,7 +60,7 @@ def load(
         plan = make_plan(made, plan)
     elif not isinstance(plan, ModelPlan):
         plan = load_plan(plan)
-    shard_module(made, plan, process_group=resolved, init=lambda m: fill_from_folder(m, folder, resolved, progress))
+    shard_module(made, plan, process_group=resolved, init=lambda m: _fill_from_folder(m, folder, resolved, progress))
     return made.eval()
 
 
@@ -84,8 +84,7 @@ def _find_class(config: Any) -> Any:
     return found
 
 
-def fill_from_folder(model: nn.Module, folder: str | os.PathLike[str], comm: Comm, progress: Progress) -> None:
-    """Read the values of a model from a folder, or from one file of it, each rank its own parts."""
+def _fill_from_folder(model: nn.Module, folder: str | os.PathLike[str], comm: Comm, progress: Progress) -> None:
     state = model.state_dict()
     with open_checkpoint(folder) as checkpoint:
         stored = set(checkpoint.names())

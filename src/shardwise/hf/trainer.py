@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from shardwise._torch import pytree
 from shardwise._tree import map_nest
+from shardwise.checkpoint import load
 from shardwise.comm.agree import gather_values
-from shardwise.hf.loading import fill_from_folder
-from shardwise.nn.inputs import ShardedBy, batch_placements, call_together, gather_state, place_inputs
+from shardwise.nn.inputs import ShardedBy, batch_placements, call_together, find_aliases, gather_state, place_inputs
 from shardwise.nn.optimizer import shard_state
 from shardwise.nn.plan import PlanError
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -138,7 +138,9 @@ class ShardedAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # no ty
             found = [path for name in names if os.path.exists(path := os.path.join(folder, name))]
             if not found:
                 raise FileNotFoundError(f"load_state: {folder} has neither {' nor '.join(names)}")
-            fill_from_folder(model, found[0], self.sharded_by.comm, None)
+            names_of = find_aliases(model) if found[0].endswith(".safetensors") else {}  # which store a tensor once
+            state = {name: t for name, t in model.state_dict().items() if names_of.get(name, name) == name}
+            load(state, found[0], comm=self.sharded_by.comm)
         models.clear()
 
 

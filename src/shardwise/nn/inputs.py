@@ -749,7 +749,7 @@ def gather_state(state: Mapping[str, Any], comm: Comm, module: nn.Module | None 
     Parameters that a module has under several names stay one tensor.
     """
     first = comm.ranks[0]
-    aliases = _find_aliases(module) if module is not None else {}
+    aliases = find_aliases(module) if module is not None else {}
     whole: dict[str, Any] = {}
     for name, value in state.items():
         same = aliases.get(name, name)
@@ -764,7 +764,7 @@ def gather_state(state: Mapping[str, Any], comm: Comm, module: nn.Module | None 
     return whole if comm.rank == first else {}
 
 
-def _find_aliases(module: nn.Module) -> dict[str, str]:
+def find_aliases(module: nn.Module) -> dict[str, str]:
     """The first name of each parameter that has several."""
     names: dict[int, str] = {}
     return {n: names.setdefault(id(p), n) for n, p in module.named_parameters(remove_duplicate=False)}
