@@ -49,6 +49,12 @@ for one, other in zip(model.parameters(), plain.parameters()):
     torch.testing.assert_close(one.grad.full(), other.grad)
 again = torch.compile(plain, backend="eager", fullgraph=True)
 torch.testing.assert_close(again(x), plain(x))
+try:
+    torch.compile(lambda p: p.add_(1), backend="eager", fullgraph=True)(next(model.parameters()))
+except RuntimeError as error:
+    assert "got ShardedTensors, which torch takes into no graph: use shardwise.compile; an opt" in str(error), error
+else:
+    raise AssertionError("a whole graph of torch took a ShardedTensor")
 inside = []
 
 @torch.compiler.disable

@@ -276,6 +276,34 @@ def test_groups_are_added_by_name_and_schedulers_reach_them() -> None:
         optimizer.add_param_group({"params": [weight]})
 
 
+class Codes(torch.Tensor):
+    """A state of few bits, as torchao's are: it is copied by `to`, and has no `clone`."""
+
+    codes: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]  # private
+        made.codes = codes
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default):
+            raise NotImplementedError(func)
+        return Codes(args[0].codes.clone())
+
+
+def test_states_of_few_bits_are_saved_and_loaded() -> None:
+    weight = shard(torch.ones(2), ChunkSpec(0, 1)).requires_grad_()
+    weight.local_tensor().grad = torch.ones(2)
+    optimizer = ShardedOptimizer({"weight": weight}, torch.optim.SGD, lr=1.0, momentum=0.5)
+    optimizer.step()
+    optimizer.state[weight.local_tensor()]["momentum_buffer"] = Codes(torch.tensor([3, 4], dtype=torch.uint8))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[weight.local_tensor()]["momentum_buffer"].codes.tolist() == [3, 4]
+
+
 def test_state_of_other_parameters_is_refused() -> None:
     optimizer = ShardedOptimizer({"weight": nn.Parameter(torch.ones(2))}, torch.optim.SGD, lr=1.0)
     other = ShardedOptimizer({"bias": nn.Parameter(torch.ones(2))}, torch.optim.SGD, lr=1.0)

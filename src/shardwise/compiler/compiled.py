@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from shardwise._text import count_of, package_logger
-from shardwise._torch import is_dispatch_mode_on, is_dual_level, is_function_mode_on, load_tracer
+from shardwise._torch import is_dispatch_mode_on, is_dual_level, is_function_mode_on, load_tracer, pytree
 from shardwise._tree import unflatten_nest
 from shardwise.comm import Comm, CommError, fold_texts, gather_raw, gather_values
 from shardwise.comm.current import resolve_comm
@@ -78,6 +78,7 @@ from shardwise.compiler.tracing import (
     locals_of,
     trace_program,
 )
+from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.random import keep_streams, take_streams
 from shardwise.tensor.recorder import find_recorder, recorders, user_line
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -593,7 +594,9 @@ def route_torch_compile() -> None:
     def torch_compile(model: Any = None, **options: Any) -> Any:
         module = model if isinstance(model, nn.Module) else _module_of_call(model)
         if module is None or options.get("disable", False) or not _is_sharded(module):
-            return original(model, **options)
+            plain = original(model, **options)
+            whole = options.get("fullgraph", False) and not isinstance(model, nn.Module) and model is not None
+            return _refuse_sharded_arguments(plain) if whole else plain
         program = _compile_sharded(model, **options)
         if module is not model:
             return program
@@ -604,6 +607,22 @@ def route_torch_compile() -> None:
 
     torch_compile._routes_sharded_modules = True  # type: ignore[attr-defined]  # a mark of this function
     torch.compile = torch_compile
+
+
+def _refuse_sharded_arguments(compiled: Any) -> Any:
+    """A function compiled into one graph by torch, which says what to call instead where it gets ShardedTensors."""
+
+    @wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, ShardedTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            raise UnsupportedOpError(
+                f"torch.compile(fullgraph=True) of {getattr(compiled, '__name__', 'a function')} got ShardedTensors, "
+                "which torch takes into no graph: use shardwise.compile; an optimizer that compiles its step (those of "
+                "torchao) goes into shardwise.nn.ShardedOptimizer(dict(model.named_parameters()), kind, ...)"
+            )
+        return compiled(*args, **kwargs)
+
+    return call
 
 
 def _module_of_call(function: Any) -> nn.Module | None:

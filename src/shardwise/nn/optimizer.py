@@ -491,7 +491,9 @@ def _make_state_value(stored: Mapping[str, Any], parameter: ShardedTensor) -> An
 def _lay_out_like_parameter(name: str, key: str, value: Any, parameter: ShardedTensor) -> Any:
     """Return a copy of a state, laid out as its parameter is."""
     if isinstance(value, ShardedTensor):
-        return value.clone() if value.sharding == parameter.sharding else value.redistribute(parameter.sharding)
+        same = value.sharding == parameter.sharding
+        # States of few bits (torchao's) have `to`, and no `clone`.
+        return value.to(value.dtype, copy=True) if same else value.redistribute(parameter.sharding)
     if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
         raise ValueError(
             f"state {key!r} of {name!r} is a whole tensor of shape {tuple(value.shape)}; shard it like the parameter "
