@@ -5,13 +5,17 @@ rows of every tensor, the server's 2 ranks want rows. Raw: one message of gloo f
 each is gathered on one rank and broadcast to the server's ranks, which cut their part out, as many projects do. Over
 TCP: the server takes itself for another host, and reads from sockets what it could map. Tensors of 16 elements show
 what a push and a pull cost besides their bytes: that is a figure of CPU time on each rank.
+
+With a GPU: the same on the memory of one GPU that all six share, beside bare copies of the same bytes out of the other
+processes' memory, one copy for each pair of ranks, whose handles are open already.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -19,13 +23,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 import shardwise
 from bench.memory import Peak
 from bench.report import Cell, Figures
-from shardwise.comm import LocalWorld, default_comm
+from shardwise.comm import LocalWorld, default_comm, gather_values
 from shardwise.sync.plan import DEFAULT_BUFFER_BYTES
+from shardwise.sync.subscriber import APPLY
 
+BARE = "bare copies"
 TRAINERS, SERVERS = (0, 1, 2, 3), (4, 5)
 WIDTH = 1024
 OVER_TCP, EXTRA = "push and pull, over TCP", "memory of a pull over TCP beyond staged copies, MB"
@@ -40,9 +47,10 @@ class SyncBenchSizes:
     megabytes: int = 512
     tensors: int = 300
     repeats: int = 7
+    gpu_megabytes: tuple[int, ...] = (512, 8192)
 
 
-TINY = SyncBenchSizes(megabytes=2, tensors=8, repeats=1)
+TINY = SyncBenchSizes(megabytes=2, tensors=8, repeats=1, gpu_megabytes=(2,))
 
 
 def run(sizes: SyncBenchSizes) -> list[Figures]:
@@ -66,8 +74,25 @@ def run(sizes: SyncBenchSizes) -> list[Figures]:
             ["contender", "ms", "GB/s", "of raw"],
             rows,
             ["Medians; a turn ends when the last rank is done. Pushes copy into slots; pulls stage, then copy.", extra],
-        )
+        ),
+        *(_run_on_gpu(replace(sizes, megabytes=each)) for each in sizes.gpu_megabytes if torch.cuda.is_available()),
     ]
+
+
+def _run_on_gpu(sizes: SyncBenchSizes) -> Figures:
+    """The contenders whose bytes stay on one GPU."""
+    with LocalWorld(len(TRAINERS) + len(SERVERS), timeout=300.0, device="cuda") as world:
+        found = world.run(_measure_on_gpu, sizes)
+    seconds = {
+        name: [max(turn) for turn in zip(*(spans[name] for spans, _ in found), strict=True)] for name in found[0][0]
+    }
+    nbytes, bare = _rows(sizes) * sizes.tensors * WIDTH * 4, median(seconds[BARE])
+    return Figures(
+        f"sync: {nbytes / 1e6:.0f} MB in {sizes.tensors} tensors, 4 -> 2 processes of one GPU",
+        ["contender", "ms", "GB/s", "of bare"],
+        [[name, median(s) * 1000, nbytes / median(s) / 1e9, median(s) / bare] for name, s in seconds.items()],
+        ["Medians of what the last rank took.", *sorted({line for _, lines in found for line in lines})],
+    )
 
 
 def _rows(sizes: SyncBenchSizes) -> int:
@@ -133,10 +158,57 @@ def _measure_small(sizes: SyncBenchSizes, ours: Any, trains: bool) -> dict[str, 
     return spans
 
 
+def _measure_on_gpu(sizes: SyncBenchSizes) -> tuple[dict[str, list[float]], list[str]]:
+    """The seconds of each contender on this rank, turn by turn, and by which ways it has read."""
+    comm, rows = default_comm(), _rows(sizes)
+    rank, trains = comm.rank, comm.rank in TRAINERS
+    ranks = TRAINERS if trains else SERVERS
+    ours = comm.subset(ranks)
+    layout = shardwise.ChunkSpec(0, ranks=list(ranks)).layout((rows, WIDTH))
+    shape = layout.local_shapes(rank)[0]
+    local = [torch.full(shape, float(rank), device="cuda") for _ in range(sizes.tensors)]
+    state = {f"w{i}": shardwise.from_local(x, layout, comm=ours) for i, x in enumerate(local)}
+    whole = torch.full((rows // 4 * WIDTH * sizes.tensors,), float(rank), device="cuda")
+    torch.cuda.synchronize()
+    everyone = gather_values(comm, pickle.dumps(reduce_tensor(whole)).hex(), label="handles")
+    pairs: list[tuple[Tensor, Tensor]] = []
+    if not trains:
+        near = [r for r in TRAINERS if SERVERS[r // 2] == rank]
+        rebuilt = [pickle.loads(bytes.fromhex(everyone[r])) for r in near]
+        pairs = [(torch.empty_like(whole), rebuild(*args)) for rebuild, args in rebuilt]
+
+    def copy_bare(_: int) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    links: dict[str, Any] = {}
+    if trains:
+        link = shardwise.sync.publish(state, ADDRESS, token=TOKEN, comm=ours, keep="device")
+        links = dict.fromkeys(APPLY, link)
+    else:
+        for apply in APPLY:
+            links[apply] = shardwise.sync.subscribe(state, ADDRESS, token=TOKEN, comm=ours, apply=apply)
+    spans: dict[str, list[float]] = {}
+    for turn in range(sizes.repeats + 2):
+        _time(spans, BARE, copy_bare, turn)
+        _time(spans, "push", lambda t: links["stage"].push(t) if trains else None, turn)
+        for apply, link in links.items():
+            _time(spans, f"pull, apply={apply!r}", lambda t, link=link: None if trains else _sync(link, rank, t), turn)
+    if not trains:
+        assert all(float(x[0, 0]) == (rank - 4) * 2 and float(x[-1, -1]) == (rank - 4) * 2 + 1 for x in local)
+    lines = [] if trains else [each.strip() for each in links["stage"].describe().splitlines() if "reads" in each]
+    dist.barrier()
+    for link in links.values():
+        link.close()
+    return {name: found[2:] for name, found in spans.items()}, lines
+
+
 def _time(spans: dict[str, list[float]], name: str, contender: Callable[[int], object], turn: int) -> None:
     dist.barrier()
     start = time.perf_counter()
     contender(turn)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     spans.setdefault(name, []).append(time.perf_counter() - start)
 
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, wraps
 from pkgutil import resolve_name
 from threading import Event, Thread, get_ident
@@ -511,6 +512,32 @@ def store_address(store: Store) -> tuple[str, int] | None:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return (store.host, store.port) if isinstance(store, TCPStore) else None
+
+
+def make_pair_group(backend: str, store: Store, prefix: str, place: int, address: str, limit: timedelta) -> Any:
+    """Make a group of two processes without a world, in place 0 or 1; gloo listens on `address` alone.
+
+    `new_group` makes groups of the ranks of one world only, so the classes behind it are used. Those of nccl are in
+    builds for CUDA alone.
+    """
+    store = private_name("distributed.PrefixStore")(prefix, store)
+    if backend == "gloo":
+        gloo: Any = private_name("_C._distributed_c10d.ProcessGroupGloo")
+        options = gloo._Options()
+        options._devices, options._timeout = [gloo.create_device(hostname=address)], limit
+        return gloo(store, place, 2, options)
+    nccl: Any = private_name("_C._distributed_c10d.ProcessGroupNCCL")
+    options = nccl.Options()
+    options._timeout = limit
+    return nccl(store, place, 2, options)
+
+
+def one_sided_transports() -> Any:
+    """Return torch's module of transports that read memory of other hosts; None in versions that do not have it."""
+    try:
+        return private_name("distributed._transport")
+    except ImportError:
+        return None
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -267,7 +267,7 @@ def test_reads_of_changes_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         row = [0, [1], "f32", [[0, 1, 1]], [0], "f32", None]  # the header of the slot is not a piece
         source.channel.send({"do": "list", "list": 1, "rows": [row]}, until)
         source.channel.receive(until)
-        wanted = {"do": "read", "list": 1, "count": 1, "slot": 1, "generation": 4, "since": 1}
+        wanted = {"do": "read", "list": 1, "runs": [1], "slot": 1, "generation": 4, "since": 1}
         source.channel.send(wanted, until)
         assert source.channel.receive(until) == {"whole": True, "delta": True}
         with pytest.raises(OSError, match="closed"):

@@ -15,7 +15,8 @@ from shardwise.checkpoint.digests import Digest, digest
 from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.geometry.state_map import StateMap, TensorShape
 from shardwise.sync.plan import DEFAULT_BUFFER_BYTES
-from shardwise.sync.publisher import Member, Publisher, Removed
+from shardwise.sync.ports import check_transport
+from shardwise.sync.publisher import KEEP, Keep, Member, Publisher, Removed
 from shardwise.sync.recording import RecordingError, record
 from shardwise.sync.session import RefusedError, SyncError, find_token, parse_address
 from shardwise.sync.subscriber import APPLY, Apply, Subscriber, Verification
@@ -53,6 +54,7 @@ def publish(
     token: Token = None,
     name: str | None = None,
     delta: bool = False,
+    keep: Keep = "auto",
     deadline: float = 30.0,
     comm: GroupOrComm | None = None,
 ) -> Publisher:
@@ -62,7 +64,9 @@ def publish(
     `token` is the secret that subscribers need: a text, the path of a file, or the variable SHARDWISE_SYNC_TOKEN.
     Without one only this user's processes of this machine can subscribe, and the address is a loopback one.
     With `delta` every push is compared with the one before, and subscribers on other hosts get only what changed since
-    the version that they have. `deadline` bounds every wait, in seconds. `name` is what errors call this world.
+    the version that they have. `keep` says where versions stay: in memory of the "host", or of the "device", where
+    readers of this machine open them by CUDA IPC; "auto" is the device if two versions take at most a quarter of what
+    is free there. `deadline` bounds every wait, in seconds. `name` is what errors call this world.
 
     >>> import torch, shardwise
     >>> with shardwise.sync.publish({"w": torch.ones(2)}, "tcp://127.0.0.1:0") as link:
@@ -78,6 +82,7 @@ def publish(
         resolve_comm(comm),
         name=name,
         delta=bool(delta),
+        keep=_check_keep(keep),
         deadline=_check(deadline),
     )
 
@@ -121,6 +126,7 @@ def subscribe(
     apply: Apply = "stage",
     verify: bool | None = None,
     max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    transport: str = "auto",
     after: Callable[[int], None] | None = None,
     name: str | None = None,
     deadline: float = 30.0,
@@ -134,7 +140,8 @@ def subscribe(
     "stage" copies it into the tensors once it is complete, "swap" exchanges their memory, "in_place" reads into them.
     With `verify` digests of what was read are compared before a version is taken over; by default this is done where
     only changes were read. `after(step)` runs on each rank after that. From other hosts boxes of at most
-    `max_buffer_bytes` travel at a time.
+    `max_buffer_bytes` travel at a time. `transport` asks for one way of bytes: "memory" (of the same host), "sockets",
+    "gloo", "nccl", or the name of a one-sided transport of torch 2.15; "auto" takes the best that both ends have.
 
     >>> import torch, shardwise
     >>> fused = {"qk": torch.zeros(3)}
@@ -160,10 +167,17 @@ def subscribe(
         apply=apply,
         verify=verify,
         max_buffer_bytes=check_limit(max_buffer_bytes),
+        transport=check_transport(transport),
         after=after,
         name=name,
         deadline=_check(deadline),
     )
+
+
+def _check_keep(keep: Keep) -> Keep:
+    if keep not in KEEP:
+        raise ValueError(f"keep is one of {', '.join(KEEP)}; got {keep!r}")
+    return keep
 
 
 def check_limit(max_buffer_bytes: int) -> int:

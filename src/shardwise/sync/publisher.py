@@ -16,27 +16,30 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._text import package_logger
-from shardwise._torch import copy_each
 from shardwise.checkpoint.changes import ChangeLog, Flags, Union, compare, encode_changes
 from shardwise.checkpoint.digests import sum_box
 from shardwise.checkpoint.state import Leaf, agree_on_state, flatten_state, make_leaf, torch_dtype
 from shardwise.comm import Comm, agree, gather_values
+from shardwise.comm.transports.device_memory import segment_memory
 from shardwise.comm.transports.links import identify_host
 from shardwise.geometry import Layout, LayoutError
 from shardwise.sync.plan import AskedRead, Published, RankPlace, parse_read, read_description
+from shardwise.sync.ports import Carrier, SocketCarrier, answer_for, first_line
 from shardwise.sync.session import (
     MAX_DESCRIPTION,
     Channel,
@@ -46,13 +49,16 @@ from shardwise.sync.session import (
     is_loopback,
     write_token,
 )
-from shardwise.sync.slots import HEADER_BYTES, VersionSlot
+from shardwise.sync.slots import HEADER_BYTES, VersionSlot, copy_all
 from shardwise.tensor.move import format_layout_text
 
 _log = package_logger(__name__)
+Keep: TypeAlias = Literal["auto", "host", "device"]
+KEEP = ("auto", "host", "device")
 ROUND_SECONDS = 5.0
-_SEND_BYTES = 4 << 20
 _MAX_LISTS = 4
+_LEAST_SHARE = 4  # of what is free on a GPU, so much more than two versions need
+_CPU = torch.device("cpu")
 _IDLE_SECONDS = 86400.0 * 20  # the longest wait that a socket takes
 
 
@@ -196,6 +202,8 @@ class Publisher:
         self.comm, self._state = comm, state
         self.deadline: float = options["deadline"]
         self._delta: bool = options["delta"]
+        self._keep: Keep = options["keep"]
+        self._device = _CPU  # where slots are
         self.name: str = options["name"] or f"{socket.gethostname()}:{os.getpid()}"
         self.members: list[Member] = []
         """Subscribers, as of the last push or drain."""
@@ -318,28 +326,35 @@ class Publisher:
             self._serve_control(channel)
             return
         lists: dict[int, list[AskedRead]] = {}
-        while True:
-            message = channel.receive(time.monotonic() + _IDLE_SECONDS, MAX_DESCRIPTION)
-            until = time.monotonic() + self.deadline
-            match message["do"]:
-                case "slots":
-                    self._send_slots(channel, until)
-                case "list":
-                    if len(lists) >= _MAX_LISTS:
-                        lists.pop(next(iter(lists)))
-                    lists[message["list"]] = [parse_read(row, self._slot_bytes) for row in message["rows"]]
-                    channel.send({"ok": True}, until)
-                case "read":
-                    self._send_list(channel, lists[message["list"]][: int(message["count"])], message, until)
-                case "digest":
-                    self._send_sums(channel, lists[message["list"]], message["slot"], message["generation"], until)
-                case other:
-                    raise ConnectionError(f"an unknown request {other!r:.40}")
+        carrier: Carrier = SocketCarrier(channel)
+        try:
+            while True:
+                message = channel.receive(time.monotonic() + _IDLE_SECONDS, MAX_DESCRIPTION)
+                until = time.monotonic() + self.deadline
+                match message["do"]:
+                    case "slots":
+                        self._send_slots(channel, until)
+                    case "list":
+                        if len(lists) >= _MAX_LISTS:
+                            lists.pop(next(iter(lists)))
+                        lists[message["list"]] = [parse_read(row, self._slot_bytes) for row in message["rows"]]
+                        channel.send({"ok": True}, until)
+                    case "carry":
+                        carrier.close()
+                        carrier = answer_for(channel, message, self._device, until) or SocketCarrier(channel)
+                    case "read":
+                        self._send_list(channel, carrier, lists[message["list"]], message, until)
+                    case "digest":
+                        self._send_sums(channel, lists[message["list"]], message["slot"], message["generation"], until)
+                    case other:
+                        raise ConnectionError(f"an unknown request {other!r:.40}")
+        finally:
+            carrier.close()
 
     def _send_slots(self, channel: Channel, until: float) -> None:
         with self._guard:
             found = {number: slot for number, slot in self._slots.items() if slot.descriptor is not None}
-            sizes = [[number, slot.nbytes] for number, slot in found.items()]
+            sizes = [[number, slot.nbytes, slot.on_device] for number, slot in found.items()]
             copies = [os.dup(slot.descriptor) for slot in found.values() if slot.descriptor is not None]
         try:
             channel.send({"slots": sizes if channel.is_local else []}, until)
@@ -349,7 +364,9 @@ class Publisher:
             for copy in copies:
                 os.close(copy)
 
-    def _send_list(self, channel: Channel, rows: Sequence[AskedRead], message: Message, until: float) -> None:
+    def _send_list(
+        self, channel: Channel, carrier: Carrier, rows: Sequence[AskedRead], message: Message, until: float
+    ) -> None:
         """Send what a reader has listed out of a slot, then whether the slot was whole all the time.
 
         If the reader has an earlier version and it is known what changed since, only that is sent.
@@ -364,13 +381,13 @@ class Publisher:
         channel.send({"whole": whole, "delta": changes is not None}, until)
         if slot is None or not whole:
             return
-        for row in rows:
+        at = iter(rows)
+        for count in message["runs"]:
             if changes is None:
-                data = row.packed(slot.memory).reshape(-1).view(torch.uint8).numpy().data
-            else:
-                data = self._encode(slot.memory, row, changes)
-            for start in range(0, len(data), _SEND_BYTES):
-                channel.send_raw(data[start : start + _SEND_BYTES], until)
+                carrier.send([row.packed(slot.memory) for row in islice(at, int(count))], until)
+                continue
+            for row in islice(at, int(count)):
+                channel.send_raw(self._encode(slot.memory, row, changes), until)
         channel.send({"whole": slot.generation == generation}, until)
 
     def _encode(self, memory: Tensor, row: AskedRead, changes: Union) -> memoryview:
@@ -496,7 +513,7 @@ class Publisher:
         try:
             if is_new:
                 with self._guard:
-                    self._slots[slot] = VersionSlot(self._slot_bytes)
+                    self._slots[slot] = self._make_slot(leaves)
             self._slots[slot].generation = 2 * seq - 1
             if wait:
                 self._write(leaves, slot, seq)
@@ -510,6 +527,29 @@ class Publisher:
             self._end_write(step, slot, seq)
         else:
             self._write_in_back(leaves, step, slot, seq)
+
+    def _make_slot(self, leaves: Sequence[Leaf]) -> VersionSlot:
+        """A slot on the GPU that has all parts of this rank, where others can open its memory and there is room."""
+        devices = {part.device for leaf in leaves for part in leaf.locals if part.numel()}
+        device = devices.pop() if len(devices) == 1 else _CPU
+        if self._keep != "host" and segment_memory(device) is not None:
+            free = _free_bytes(device) if self._keep == "auto" and not self._slots else sys.maxsize
+            try:
+                if 2 * self._slot_bytes > free // _LEAST_SHARE:
+                    raise MemoryError(f"two versions would take more than a quarter of its {free} free bytes")
+                found = VersionSlot(self._slot_bytes, device)
+                self._device = device
+                return found
+            except (OSError, RuntimeError, MemoryError) as error:
+                if self._keep == "device":
+                    raise
+                self._keep = "host"
+                _log.info(
+                    "%s keeps versions in memory of the host, not of %s: %s", self._where, device, first_line(error)
+                )
+        elif self._keep == "device":
+            raise ValueError(f"keep='device' needs all tensors of a rank on one GPU, and they are on {device}")
+        return VersionSlot(self._slot_bytes)
 
     def _raise_failures(self, step: int, new_slot: int | None, failure: str | None) -> None:
         """Raise on all ranks if one of them could not write; a new slot is then new for all of them once more."""
@@ -604,7 +644,7 @@ class Publisher:
             for part, piece, place in zip(parts, pieces, self._places, strict=True)
         ]
         if self._changes is None or before is None:
-            copy_each(pieces, parts)
+            copy_all(pieces, parts)
         else:
             for at, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
                 old = piece.clone() if before is slot else self._pieces_of(before)[at]
@@ -659,7 +699,8 @@ class Publisher:
         count = len(self._published.tensors)
         lines = [
             f"publisher {self.name!r} at {self.address}: {count} tensors on {len(self.comm.ranks)} ranks",
-            f"a version takes {self._slot_bytes - HEADER_BYTES} bytes of host memory on rank {self.comm.rank}, and "
+            f"a version takes {self._slot_bytes - HEADER_BYTES} bytes of "
+            f"{'host memory' if self._device.type == 'cpu' else str(self._device)} on rank {self.comm.rank}, and "
             f"up to {self._desk.slots} versions are kept",
         ]
         lines += ["readers on other hosts get what changed since the version that they have"] if self._delta else []
@@ -690,6 +731,14 @@ class Publisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What a GPU has free, and what torch keeps of it unused."""
+    if device.type != "cuda":
+        return sys.maxsize
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 def _count_writes(part: Tensor) -> int:

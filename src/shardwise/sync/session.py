@@ -212,6 +212,11 @@ class Channel:
         """Whether the other end is a process of this host that can be handed descriptors."""
         return self._socket.family == socket.AF_UNIX
 
+    @property
+    def address(self) -> str:
+        """The address of this machine by which the two ends have met."""
+        return "127.0.0.1" if self.is_local else str(self._socket.getsockname()[0])
+
     def fileno(self) -> int:
         return self._socket.fileno()
 

@@ -6,6 +6,9 @@
    reads looks before and after: a version that was overwritten meanwhile is discarded, never used.
 3. The memory is an anonymous file of the kernel. Its descriptor is handed to readers of the same host, who map it
    read-only. Where there is no such thing, slots are ordinary memory and are read over sockets.
+4. Weights of one GPU may have their slots there. Readers open them by CUDA's IPC, as ranks of one world do; the
+   generation is in memory of the host all the same. The streams of both sides are waited for: whoever sees a
+   generation sees what was written before.
 """
 
 from __future__ import annotations
@@ -21,6 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise._torch import copy_each
+from shardwise.comm.transports.device_memory import (
+    SharedSegments,
+    identify_process,
+    segment_memory,
+)
+from shardwise.comm.transports.kernels import copy_boxes
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 
@@ -98,13 +108,23 @@ class _Slot:
 
 
 class VersionSlot(_Slot):
-    """Memory of this process that others read."""
+    """Memory of this process that others read; with `device` the pieces are there.
 
-    def __init__(self, nbytes: int) -> None:
+    Raises an OSError if other processes cannot open the memory of the device.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         self.nbytes = nbytes
         self.pieces: list[Tensor] = []
         """Views of the memory, made once by whoever writes to it."""
         self.descriptor: int | None = None
+        self.on_device: tuple[str, str] | None = None
+        """For slots of a device: the process, and what others open the memory by."""
+        found = None if device is None else segment_memory(device)
+        if found is not None:
+            messages, kept = SharedSegments(found).describe({0: [found.allocate(nbytes)]})
+            self.on_device, memory = (identify_process(), messages[0].decode()), kept[0][0]
+        nbytes = HEADER_BYTES if found is not None else nbytes
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create("shardwise-sync", os.MFD_CLOEXEC)
             try:
@@ -113,10 +133,11 @@ class VersionSlot(_Slot):
             except OSError as error:
                 os.close(self.descriptor)
                 raise MemoryError(f"a slot of {nbytes} bytes cannot be allocated: {error}") from error
-            self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
+            header = torch.frombuffer(mapped, dtype=torch.uint8)
         else:
-            self.memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-        self._words = self.memory[:HEADER_BYTES].numpy().view(np.int64)
+            header = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        self.memory = header if found is None else memory
+        self._words = header[:HEADER_BYTES].numpy().view(np.int64)
 
     @property
     def generation(self) -> int:
@@ -127,24 +148,40 @@ class VersionSlot(_Slot):
         self._words[0] = value
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes when nobody maps it."""
+        """Give the descriptor back; memory of the host goes when nobody maps it."""
+        if self.on_device is not None:
+            self.generation = 0  # who reads it meanwhile must not use what comes there next
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
 
 
 class MappedSlot(_Slot):
-    """A slot of another process, mapped read-only."""
+    """A slot of another process, mapped read-only; `opened` is its memory on a device."""
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, nbytes: int, opened: Tensor | None = None) -> None:
+        mapped_bytes = nbytes if opened is None else HEADER_BYTES
         try:
-            if os.fstat(descriptor).st_size < nbytes or nbytes < HEADER_BYTES:
+            if os.fstat(descriptor).st_size < mapped_bytes or nbytes < HEADER_BYTES:
                 raise ConnectionError(f"a slot of {nbytes} bytes is announced, and the file is shorter")
-            mapped = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+            mapped = mmap.mmap(descriptor, mapped_bytes, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)
-        self.memory = tensor_of_map(mapped)
+        if opened is not None and opened.nbytes < nbytes:
+            raise ConnectionError(f"a slot of {nbytes} bytes is announced, and its memory has {opened.nbytes}")
+        self.memory = tensor_of_map(mapped) if opened is None else opened
         self._words = np.frombuffer(mapped, np.int64, HEADER_BYTES // 8)
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, and return when a GPU has done so."""
+    devices = {t.device for t in (*targets[:1], *sources[:1]) if t.device.type == "cuda"}
+    if not devices:
+        copy_each(targets, sources)
+        return
+    copy_boxes(list(zip(targets, sources, strict=True)))
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def tensor_of_map(mapped: mmap.mmap) -> Tensor:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -52,6 +53,17 @@ from shardwise.sync.plan import (
     resolve_map,
     share_reads,
 )
+from shardwise.sync.ports import (
+    SOCKETS,
+    Carrier,
+    MappedSlots,
+    PortError,
+    SocketCarrier,
+    ask_for,
+    cut_runs,
+    list_ways,
+    place_in_run,
+)
 from shardwise.sync.publisher import ROUND_SECONDS, tensors_of
 from shardwise.sync.session import (
     MAX_DESCRIPTION,
@@ -63,7 +75,7 @@ from shardwise.sync.session import (
     connect,
     read_token,
 )
-from shardwise.sync.slots import MappedSlot
+from shardwise.sync.slots import MappedSlot, copy_all
 
 _log = package_logger(__name__)
 _RETRY_SECONDS = 0.1
@@ -110,12 +122,17 @@ class Verification:
 
 @dataclass(eq=False)
 class _Source:
-    """A rank of the publisher that this rank reads from."""
+    """A rank of the publisher that this rank reads from, and the way on which bytes come."""
 
     channel: Channel
-    slots: dict[int, MappedSlot]
-    views: dict[int, tuple[list[Tensor], list[Tensor]]]  # by slot: destinations and sources of copies
+    port: MappedSlots | Carrier
+    runs: list[int]
+    """How many reads travel together."""
     listed: bool = False
+
+    def close(self) -> None:
+        self.port.close()
+        self.channel.close()
 
 
 class Subscriber:
@@ -154,6 +171,9 @@ class Subscriber:
         self._incarnation = secrets.token_hex(16)
         self._control: Channel | None = None
         self._sources: dict[int, _Source] = {}
+        self._transport: str = options["transport"]
+        self._left_out: dict[int, dict[str, str]] = {}
+        """By owner the ways that do not work, and why."""
         self._epoch, self._seq, self._text = "", 0, ""
         self._published: Published | None = None
         self._plan, self._rounds = ReadPlan({}, ()), 0
@@ -260,6 +280,7 @@ class Subscriber:
     def _adopt(self, said: Message) -> None:
         """Take over what the publisher describes: plan, allocate, report; raises on all ranks if it does not fit."""
         self._drop_sources()
+        self._left_out.clear()
         self._data_token = bytes.fromhex(said["token"])
         same = said["description"] == self._text and said["epoch"] == self._epoch
         problem = None
@@ -440,8 +461,10 @@ class Subscriber:
             except Exception as error:
                 source = self._sources.pop(rank, None)
                 if source is not None:
-                    source.channel.close()
+                    source.close()
                 text = str(error) or type(error).__name__
+                if source is not None and source.port.name != SOCKETS and not isinstance(error, _StaleError):
+                    self._leave_out(rank, source.port.name, text)
                 raise SyncError(f"publisher {self._publisher_name()} rank {rank}: {text}") from error
         return in_part
 
@@ -493,32 +516,47 @@ class Subscriber:
         source = self._sources.get(rank)
         if source is None:
             source = self._sources[rank] = self._open(rank, until)
-        if source.channel.is_local:
-            if slot not in source.slots:
-                self._map_slots(source, until)
-            mapped = source.slots[slot]
-            pairs = source.views.get(slot)
+        mapped = self._find_mapped(rank, source, slot, until)
+        if mapped is not None and isinstance(source.port, MappedSlots):
+            pairs = source.port.views.get(slot)
             if pairs is None:
                 pairs = [self._place_of(r) for r in own], [r.view(mapped.memory)[r.widen] for r in own]
-                source.views[slot] = pairs
+                source.port.views[slot] = pairs
             _check_whole(mapped.wait_whole(generation, until))
             with torch.no_grad():
-                copy_each(*pairs)
+                copy_all(*pairs)
             _check_whole(mapped.generation == generation)
             self.read_bytes += nbytes
             return False
+        assert not isinstance(source.port, MappedSlots)
         if not source.listed:
             self._send_list(source, reads, until)
-        wanted = {"do": "read", "list": 0, "count": len(own), "slot": slot, "generation": generation, "since": since}
+        wanted = {"do": "read", "list": 0, "runs": source.runs, "slot": slot, "generation": generation, "since": since}
         source.channel.send(wanted, until)
         answer = source.channel.receive(until)
         _check_whole(answer["whole"])
-        in_part = bool(answer["delta"])
+        in_part, at = bool(answer["delta"]), iter(own)
         with torch.no_grad():
-            for read in own:
-                (self._receive_changes if in_part else self._receive)(source.channel, read, until)
+            for count in source.runs:
+                if in_part:
+                    for read in islice(at, count):
+                        self._receive_changes(source.channel, read, until)
+                else:
+                    self._receive(source.port, list(islice(at, count)), until)
         _check_whole(source.channel.receive(until)["whole"])
         return in_part
+
+    def _find_mapped(self, rank: int, source: _Source, slot: int, until: float) -> MappedSlot | None:
+        """A slot in this rank's address space; None if it cannot be there, and another way is taken from now on."""
+        if not isinstance(source.port, MappedSlots):
+            return None
+        try:
+            return source.port.find(slot, until)
+        except PortError as error:
+            source.port.close()
+            self._leave_out(rank, source.port.name, str(error))
+            self._choose_port(rank, source, until)
+            return None
 
     def _place_of(self, read: Read | Filled, parts: Sequence[Sequence[Tensor]] | None = None) -> Tensor:
         """Where what is read goes: in a wide copy of what is quantized, else in staged or other parts."""
@@ -539,25 +577,30 @@ class Subscriber:
         source.channel.receive(until)
         source.listed = True
 
-    def _receive(self, channel: Channel, read: Read, until: float) -> None:
+    def _receive(self, carrier: Carrier, reads: Sequence[Read], until: float) -> None:
+        """Receive a run, straight into the one place where it goes if it is there in this form."""
+        starts, nbytes = place_in_run([read.sent_bytes for read in reads])
+        into = None
+        if len(reads) == 1 and reads[0].scales is None:
+            target = self._place_of(reads[0])
+            fits = target.dtype == torch_dtype(reads[0].wire) and tuple(target.shape) == reads[0].sent_shape
+            if fits and target.is_contiguous() and target.device == carrier.device:
+                into = target.reshape(-1).view(torch.uint8)
+        run = carrier.receive(nbytes, until, into)
+        self.read_bytes += sum(read.sent_bytes for read in reads)
+        if into is None:
+            for read, start in zip(reads, starts, strict=True):
+                self._unpack(read, run[start : start + read.sent_bytes])
+
+    def _unpack(self, read: Read, arrived: Tensor) -> None:
+        """Copy the bytes of a read to where it goes."""
         target = self._place_of(read)
         if read.scales is not None:
-            both = torch.empty(read.sent_bytes, dtype=torch.uint8, device="cpu")
-            channel.receive_raw(both.numpy().data, until)
-            self.read_bytes += len(both)
             scales = _scales_in(self._staging, read.scales)
-            scales.copy_(both[: 4 * scales.numel()].view(torch.float32).view(scales.shape))
-            target.copy_(both[4 * scales.numel() :].view(target.dtype).view(target.shape))
+            scales.copy_(arrived[: 4 * scales.numel()].view(torch.float32).view(scales.shape))
+            target.copy_(arrived[4 * scales.numel() :].view(target.dtype).view(target.shape))
             return
-        wire = torch_dtype(read.wire)
-        straight = target.dtype == wire and target.is_contiguous() and target.device.type == "cpu"
-        straight = straight and tuple(target.shape) == read.sent_shape
-        arrived = target if straight else torch.empty(read.sent_shape, dtype=wire, device="cpu")
-        flat = arrived.reshape(-1).view(torch.uint8)
-        channel.receive_raw(flat.numpy().data, until)
-        self.read_bytes += len(flat)
-        if not straight:
-            target.copy_(arrived[read.widen])
+        target.copy_(arrived.view(torch_dtype(read.wire)).view(read.sent_shape)[read.widen])
 
     def _receive_changes(self, channel: Channel, read: Read, until: float) -> None:
         """Receive what changed since the version that is staged, and write it there."""
@@ -576,22 +619,45 @@ class Subscriber:
     def _open(self, rank: int, until: float) -> _Source:
         assert self._published is not None
         place = self._published.places[rank]
+        channel = None
         if place.name is not None and place.host == self._host:
             with suppress(FileNotFoundError, ConnectionRefusedError):
-                return _Source(self._connect(place.name, "data", self._data_token, until), {}, {})
-        return _Source(self._connect(place.address, "data", self._data_token, until), {}, {})
+                channel = self._connect(place.name, "data", self._data_token, until)
+        channel = channel or self._connect(place.address, "data", self._data_token, until)
+        source = _Source(channel, SocketCarrier(channel), [])
+        try:
+            self._choose_port(rank, source, until)
+        except BaseException:
+            channel.close()
+            raise
+        return source
 
-    def _map_slots(self, source: _Source, until: float) -> None:
-        source.channel.send({"do": "slots"}, until)
-        sizes = source.channel.receive(until)["slots"]
-        if not sizes:
-            raise ConnectionError("it has no slots")
-        found = source.channel.receive_descriptors(len(sizes), until)
-        for (number, nbytes), descriptor in zip(sizes, found, strict=True):
-            if number in source.slots:
-                os.close(descriptor)
-            else:
-                source.slots[number] = MappedSlot(descriptor, nbytes)
+    def _choose_port(self, rank: int, source: _Source, until: float) -> None:
+        """Take the best way that both ends can make."""
+        sizes = [read.sent_bytes for read in self._own[rank][0]]
+        total = place_in_run(sizes)[1]
+        longest = max([1, *sizes, min(total, self._limit // max(1, len(self._plan.reads)))])
+        near, left_out = source.channel.is_local, self._left_out.get(rank, {})
+        for way in list_ways(self._transport, near, self._device, left_out):
+            try:
+                source.port = ask_for(way, source.channel, self._device, longest, until)
+                break
+            except PortError as error:
+                if self._transport != "auto":
+                    raise PortError(f"transport={way!r} cannot be used: {error}") from error
+                self._leave_out(rank, way, str(error))
+        packed = 0 if isinstance(source.port, MappedSlots) else source.port.longest
+        source.runs = cut_runs(sizes, packed)
+
+    def _leave_out(self, rank: int, way: str, reason: str) -> None:
+        _log.info("%s does not read from rank %d by %s: %s", self._where, rank, way, reason)
+        self._left_out.setdefault(rank, {})[way] = reason
+
+    @property
+    def _device(self) -> torch.device:
+        """Where this rank's tensors are: its GPU, if one of them is there."""
+        found = (part.device for want in self._wanted for part in want.parts)
+        return next((device for device in found if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
     def _commit(self) -> None:
         """Take over what has been read; nothing is sent, so that no other rank can spoil it."""
@@ -606,7 +672,8 @@ class Subscriber:
             for target, part in zip(targets, staged, strict=True):
                 target.data, part.data = part.data, target.data
         for source in self._sources.values():
-            source.views.clear()  # they lead into memory that is served now
+            if isinstance(source.port, MappedSlots):
+                source.port.views.clear()  # they lead into memory that is served now
 
     def verify(self) -> Verification:
         """Compare digests of the tensors here with those of the version that was pushed; all ranks call it.
@@ -691,7 +758,12 @@ class Subscriber:
         lines += [f"{wide} bytes of values that are quantized here"] if wide else []
         for rank in self._plan.reads:
             own, nbytes = self._own[rank]
-            lines += [f"rank {self.comm.rank} reads {nbytes} bytes in {len(own)} boxes of rank {rank}"] if own else []
+            source = self._sources.get(rank)
+            way = "" if source is None else f" by {source.port.name}"
+            lines += (
+                [f"rank {self.comm.rank} reads {nbytes} bytes in {len(own)} boxes of rank {rank}{way}"] if own else []
+            )
+            lines += [f"  not by {way}: {reason}" for way, reason in self._left_out.get(rank, {}).items()]
         passed = [read.sent_bytes for reads in self._plan.reads.values() for read in reads if read.is_passed]
         lines += [f"{sum(passed)} bytes come from ranks of its host that read them"] if passed else []
         return "\n".join([*lines, f"apply={self.apply!r}: {cost}"])
@@ -710,7 +782,7 @@ class Subscriber:
 
     def _drop_sources(self) -> None:
         for source in self._sources.values():
-            source.channel.close()
+            source.close()
         self._sources.clear()
 
     def close(self) -> None:

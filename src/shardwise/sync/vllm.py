@@ -120,7 +120,12 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has no t
             return {name: tensor for name, tensor in tensors_of(self.model).items() if name in found.targets}
 
         options: dict[str, Any] = {"names": lambda types: maps[0], "after": None, "verify": None, "name": None}
-        options |= {"apply": init_info.apply, "deadline": init_info.deadline, "max_buffer_bytes": DEFAULT_BUFFER_BYTES}
+        options |= {
+            "transport": "auto",
+            "apply": init_info.apply,
+            "deadline": init_info.deadline,
+            "max_buffer_bytes": DEFAULT_BUFFER_BYTES,
+        }
         self._link = Subscriber(choose, place, find_token(init_info.token, place[0]), comm, **options)
 
     def _record(self, types: Mapping[str, TensorShape], mode: str, comm: Comm) -> StateMap | None:
@@ -204,7 +209,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]  # vLLM 
         self._comm, self._state = resolve_comm(), dict[str, Any]()
         self._take()
         token = find_token(init_info.token, place[0])
-        options = {"name": None, "delta": init_info.delta, "deadline": init_info.deadline}
+        options = {"name": None, "delta": init_info.delta, "keep": "auto", "deadline": init_info.deadline}
         self.link = Publisher(self._state, place, token, self._comm, **options)
         problem = None
         if self.is_sender:

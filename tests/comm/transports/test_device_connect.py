@@ -102,7 +102,7 @@ def choose(
         return "nccl" if found is native else found
 
     monkeypatch.setattr(device_memory, "connect_devices", connect)
-    monkeypatch.setattr(device_memory, "_identify_gpu", lambda _: "GPU-0" if shares_gpu else f"GPU-{local.rank}")
+    monkeypatch.setattr(device_memory, "identify_gpu", lambda _: "GPU-0" if shares_gpu else f"GPU-{local.rank}")
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(body, ranks))
 

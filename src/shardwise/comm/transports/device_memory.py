@@ -110,6 +110,10 @@ class DeviceSegment:
 class SegmentMemory(Protocol):
     """What the caches need of a device's memory."""
 
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return new memory of the device, as bytes."""
+        ...
+
     def find_segment(self, address: int) -> DeviceSegment | None:
         """Return the segment of an address; None for memory that other processes cannot open."""
         ...
@@ -152,6 +156,10 @@ class CudaMemory:
         self._values = (ctypes.c_ulonglong * 4)()
         self._places = (ctypes.c_void_p * 4)(*(ctypes.addressof(self._values) + 8 * i for i in range(4)))
         self._asking = threading.Lock()  # the arrays are filled by every question: making them takes longer than asking
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Ask torch's allocator."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def find_segment(self, address: int) -> DeviceSegment | None:
         """Ask the driver for the allocation of an address."""
@@ -199,6 +207,11 @@ def is_driver_present() -> bool:
     except OSError:
         return False
     return torch.cuda.is_available()
+
+
+def segment_memory(device: torch.device) -> SegmentMemory | None:
+    """The memory of a device that other processes can open; None where there is none."""
+    return CudaMemory(device) if device.type == "cuda" and is_driver_present() else None
 
 
 @cache
@@ -343,6 +356,12 @@ class OpenedSegments:
             opened = self._opened.pop((owner, number), None)
             if opened is not None:
                 self._memory.close(opened)
+
+    def close(self) -> None:
+        """Close all segments; nobody may use tensors of them any more."""
+        with self._lock:
+            for owner in {owner for owner, _ in self._opened}:
+                self._drop(owner, [number for other, number in self._opened if other == owner])
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -697,7 +716,7 @@ def choose_device_engine(
     native: NativeEngine, rank: int, ranks: tuple[int, ...], timeout: float, request: str
 ) -> Engine:
     """The engine for ranks of one host with nccl, of one kind on every rank."""
-    info = json.dumps([request, _identify_gpu(native.device)]).encode()
+    info = json.dumps([request, identify_gpu(native.device)]).encode()
     said = [json.loads(data) for data in native.all_gather_bytes(info, call="choose device transport")]
     if len({asked for asked, _ in said}) > 1:
         texts = fold_texts({r: repr(asked) for r, (asked, _) in zip(ranks, said, strict=True)})
@@ -713,7 +732,7 @@ def choose_device_engine(
     return reading
 
 
-def _identify_gpu(device: torch.device) -> str:
+def identify_gpu(device: torch.device) -> str:
     """What identifies a GPU of this host: its number differs between processes that see different ones."""
     return str(torch.cuda.get_device_properties(device).uuid)
 

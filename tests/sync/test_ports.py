@@ -1,0 +1,184 @@
+"""Does each way of bytes bring the right ones, and does one that does not work leave another, with the reason?"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise
+from shardwise.comm import Comm, default_comm
+from shardwise.sync import SyncError, ports, publish, publisher, slots, subscribe, subscriber
+from tests.device import DEVICE
+from tests.fake_device import FakeDevice, SharedFileDevice
+from tests.sync.test_links import SOURCES, TARGETS, move_all
+from tests.sync.worlds import TOKEN, alone, free_address, laid_out, parts_of, whole
+from tests.world import Ranks, world_fixture
+
+world = world_fixture(3)
+
+
+@contextmanager
+def stand_in(device: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Let memory of a device stand in for that of the GPU on which all tensors are."""
+    for module in (publisher, slots, ports):
+        monkeypatch.setattr(module, "segment_memory", lambda _: device)
+    yield device
+
+
+def pull_once(trainer: Any, served: dict[str, Tensor], **options: Any) -> str:
+    """Pull the newest version, and what the link says of itself then."""
+    with subscribe(served, trainer.address, token=TOKEN, **options) as link:
+        assert link.pull(20) == trainer.version, link.problem
+        return link.describe()
+
+
+@pytest.mark.parametrize("apply", ["stage", "swap", "in_place"])
+def test_slots_on_a_device_are_read_there(apply: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stand_in(FakeDevice(), monkeypatch) as device:
+        move_all(free_address(), SOURCES[:4], TARGETS[:3], apply=apply)
+        assert device.opened and len(device.closed) == len(device.opened)
+
+
+def test_generations_of_slots_on_a_device_are_in_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, served = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}
+    with stand_in(FakeDevice(), monkeypatch), publish(weights, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+        trainer.push(3)
+        slot = trainer._slots[0]
+        assert slot.on_device is not None and not slot.memory[: slots.HEADER_BYTES].any()
+        assert os.fstat(slot.descriptor or 0).st_size == slots.HEADER_BYTES
+        assert "24 bytes by memory" in pull_once(trainer, served).replace("in 1 boxes of rank 0 ", "")
+        assert served["w"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+class Unreachable(FakeDevice):
+    """Memory that others cannot open, as that of a GPU without peer access."""
+
+    def open(self, handle: bytes, size: int) -> Tensor:
+        raise OSError(217, "cuIpcOpenMemHandle_v2: peer access is not supported between these two devices")
+
+
+class Expandable(FakeDevice):
+    """Memory that has no handles, as that of expandable segments."""
+
+    def allocate(self, size: int, address: int | None = None) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_memory_that_cannot_be_opened_is_read_over_sockets(delta: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, served = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}
+    with (
+        stand_in(Unreachable(), monkeypatch),
+        publish(weights, "tcp://127.0.0.1:0", token=TOKEN, delta=delta) as trainer,
+        subscribe(served, trainer.address, token=TOKEN) as link,
+    ):
+        for step in range(3):
+            weights["w"].add_(1)
+            trainer.push(step)
+            assert link.pull(20) == step and torch.equal(served["w"], weights["w"])
+        text = link.describe()
+        assert "of rank 0 by sockets" in text
+        assert "not by memory: its slots on a GPU cannot be opened: [Errno 217] cuIpcOpenMemHandle_v2: peer" in text
+        assert link.verify()
+
+
+def test_tensors_that_are_not_on_the_device_are_read_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, served = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}
+    with stand_in(FakeDevice(), monkeypatch), publish(weights, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+        trainer.push(1)
+        monkeypatch.setattr(ports, "segment_memory", lambda _: None)
+        assert "not by memory: its slots are on a GPU, and the tensors here are not" in pull_once(trainer, served)
+        assert torch.equal(served["w"], weights["w"])
+
+
+def test_versions_stay_on_the_host_where_the_device_cannot_have_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights, served = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}
+    caplog.set_level("INFO", "shardwise.sync")
+    with stand_in(Expandable(), monkeypatch), publish(weights, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+        trainer.push(1)
+        assert trainer._slots[0].on_device is None and "expandable_segments" in caplog.text
+        assert "by memory" in pull_once(trainer, served) and torch.equal(served["w"], weights["w"])
+    with stand_in(FakeDevice(), monkeypatch), publish(weights, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+        monkeypatch.setattr(publisher, "_free_bytes", lambda _: 8 * 4096)
+        trainer.push(1)
+        assert trainer._slots[0].on_device is None and "more than a quarter of its 32768 free bytes" in caplog.text
+
+
+def test_versions_that_must_stay_on_a_device_are_an_error_where_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"w": torch.arange(6.0)}
+    with publish(weights, "tcp://127.0.0.1:0", token=TOKEN, keep="device", name="trainer") as trainer:
+        if DEVICE == "cpu":
+            with pytest.raises(SyncError, match=r"'trainer': step 1 was not published: rank 0: keep='device' needs"):
+                trainer.push(1)
+        with stand_in(Expandable(), monkeypatch):
+            with pytest.raises(SyncError, match="step 1 was not published: rank 0: memory of .* cannot be opened"):
+                trainer.push(1)
+    with pytest.raises(ValueError, match="keep is one of auto, host, device; got 'gpu'"):
+        publish(weights, "tcp://127.0.0.1:0", token=TOKEN, keep="gpu")  # type: ignore[arg-type]
+
+
+def test_memory_of_a_publisher_that_has_gone_is_closed_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, served = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}
+    address = free_address()
+    with stand_in(FakeDevice(), monkeypatch) as device:
+        trainer = publish(weights, address, token=TOKEN)
+        link = subscribe(served, address, token=TOKEN)
+        trainer.push(1)
+        assert link.pull(20) == 1
+        mapped = link._sources[0].port.find(0, time.monotonic() + 10)
+        trainer.close()
+        assert mapped.generation == 0  # whoever reads it now discards what it has read
+        assert link.pull(0.2) is None and link.state == "waiting"
+        weights["w"].add_(1)
+        with publish(weights, address, token=TOKEN) as trainer:
+            trainer.push(2)
+            while link.version != 2:
+                link.pull(20)
+            assert torch.equal(served["w"], weights["w"])
+            assert len(device.closed) == 1 and len(device.opened) == 2
+        link.close()
+        assert len(device.closed) == 2
+
+
+def serve_from_device(folder: str, address: str, ready: str) -> str:
+    """Rank 0 publishes from memory of a device and ends; the others, another world, keep what they have."""
+    comm, device = default_comm(), SharedFileDevice(Path(folder))
+    for module in (publisher, slots, ports):
+        module.segment_memory = lambda _: device  # type: ignore[attr-defined,assignment]
+    if comm.rank == 0:
+        link = publish({"w": torch.arange(8.0)}, address, token=TOKEN, name="trainer", comm=comm.subset([0]))
+        link.push(5)
+        while not (Path(ready + "1").exists() and Path(ready + "2").exists()):
+            link.drain(0.1)
+        os._exit(0)
+    ours = comm.subset([1, 2])
+    served = {"w": shardwise.from_local(torch.zeros(4), shardwise.ChunkSpec(0, ranks=[1, 2]).layout((8,)), comm=ours)}
+    with subscribe(served, address, token=TOKEN, comm=ours, deadline=10, name="server") as link:
+        assert link.pull(30) == 5, link.problem
+        Path(ready + str(comm.rank)).touch()
+        until = time.monotonic() + 60
+        while link.state == "current" and time.monotonic() < until:
+            assert link.pull(0.1) is None
+        assert "by memory" in link.describe(), link.describe()
+        return f"{link.state} {link.version} {served['w'].local_tensor().tolist()} {link.problem}"
+
+
+def test_a_publisher_that_dies_leaves_what_was_read_of_its_device(world: Ranks, tmp_path: Path) -> None:
+    found = world.outcomes(serve_from_device, str(tmp_path), free_address(), str(tmp_path / "ready"))
+    world.restart()
+    assert [str(each.value)[:45] for each in found[1:]] == [
+        "waiting 5 [0.0, 1.0, 2.0, 3.0] subscriber 'se",
+        "waiting 5 [4.0, 5.0, 6.0, 7.0] subscriber 'se",
+    ]
+    assert "publisher 'trainer'" in str(found[1].value)
