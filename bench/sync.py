@@ -16,8 +16,9 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import torch
@@ -30,7 +31,7 @@ from bench.memory import Peak
 from bench.report import Cell, Figures
 from shardwise.comm import LocalWorld, default_comm, gather_values
 from shardwise.sync.plan import DEFAULT_BUFFER_BYTES
-from shardwise.sync.subscriber import APPLY
+from shardwise.sync.subscriber import Apply
 
 BARE = "bare copies"
 TRAINERS, SERVERS = (0, 1, 2, 3), (4, 5)
@@ -166,8 +167,12 @@ def _measure_on_gpu(sizes: SyncBenchSizes) -> tuple[dict[str, list[float]], list
     ours = comm.subset(ranks)
     layout = shardwise.ChunkSpec(0, ranks=list(ranks)).layout((rows, WIDTH))
     shape = layout.local_shapes(rank)[0]
-    local = [torch.full(shape, float(rank), device="cuda") for _ in range(sizes.tensors)]
-    state = {f"w{i}": shardwise.from_local(x, layout, comm=ours) for i, x in enumerate(local)}
+
+    def make_state() -> dict[str, Any]:
+        local = (torch.full(shape, float(rank), device="cuda") for _ in range(sizes.tensors))
+        return {f"w{i}": shardwise.from_local(x, layout, comm=ours) for i, x in enumerate(local)}
+
+    states = {apply: make_state() for apply in get_args(Apply)[: 1 if trains else None]}
     whole = torch.full((rows // 4 * WIDTH * sizes.tensors,), float(rank), device="cuda")
     torch.cuda.synchronize()
     everyone = gather_values(comm, pickle.dumps(reduce_tensor(whole)).hex(), label="handles")
@@ -183,19 +188,20 @@ def _measure_on_gpu(sizes: SyncBenchSizes) -> tuple[dict[str, list[float]], list
 
     links: dict[str, Any] = {}
     if trains:
-        link = shardwise.sync.publish(state, ADDRESS, token=TOKEN, comm=ours, keep="device")
-        links = dict.fromkeys(APPLY, link)
+        link = shardwise.sync.publish(states["stage"], ADDRESS, token=TOKEN, comm=ours, keep="device")
+        links = dict.fromkeys(get_args(Apply), link)
     else:
-        for apply in APPLY:
+        for apply, state in states.items():
             links[apply] = shardwise.sync.subscribe(state, ADDRESS, token=TOKEN, comm=ours, apply=apply)
     spans: dict[str, list[float]] = {}
     for turn in range(sizes.repeats + 2):
         _time(spans, BARE, copy_bare, turn)
         _time(spans, "push", lambda t: links["stage"].push(t) if trains else None, turn)
         for apply, link in links.items():
-            _time(spans, f"pull, apply={apply!r}", lambda t, link=link: None if trains else _sync(link, rank, t), turn)
+            _time(spans, f"pull, apply={apply!r}", partial(_pull_if_server, link, rank), turn)
     if not trains:
-        assert all(float(x[0, 0]) == (rank - 4) * 2 and float(x[-1, -1]) == (rank - 4) * 2 + 1 for x in local)
+        for x in (x.local_tensor() for state in states.values() for x in state.values()):
+            assert x[[0, -1], 0].tolist() == [(rank - 4) * 2, (rank - 4) * 2 + 1], "wrong values arrived"
     lines = [] if trains else [each.strip() for each in links["stage"].describe().splitlines() if "reads" in each]
     dist.barrier()
     for link in links.values():
@@ -210,6 +216,11 @@ def _time(spans: dict[str, list[float]], name: str, contender: Callable[[int], o
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     spans.setdefault(name, []).append(time.perf_counter() - start)
+
+
+def _pull_if_server(link: Any, rank: int, turn: int) -> None:
+    if rank in SERVERS:
+        _sync(link, rank, turn)
 
 
 def _sync(link: Any, rank: int, turn: int) -> None:

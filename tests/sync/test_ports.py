@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor
 
 import shardwise
-from shardwise.comm import Comm, default_comm
-from shardwise.sync import SyncError, ports, publish, publisher, slots, subscribe, subscriber
+from shardwise.comm import default_comm
+from shardwise.sync import SyncError, ports, publish, publisher, slots, subscribe
 from tests.device import DEVICE
 from tests.fake_device import FakeDevice, SharedFileDevice
 from tests.sync.test_links import SOURCES, TARGETS, move_all
-from tests.sync.worlds import TOKEN, alone, free_address, laid_out, parts_of, whole
+from tests.sync.worlds import TOKEN, free_address, whole
 from tests.world import Ranks, world_fixture
 
 world = world_fixture(3)
@@ -121,9 +120,9 @@ def test_versions_that_must_stay_on_a_device_are_an_error_where_they_cannot(monk
         if DEVICE == "cpu":
             with pytest.raises(SyncError, match=r"'trainer': step 1 was not published: rank 0: keep='device' needs"):
                 trainer.push(1)
-        with stand_in(Expandable(), monkeypatch):
-            with pytest.raises(SyncError, match="step 1 was not published: rank 0: memory of .* cannot be opened"):
-                trainer.push(1)
+        said = r"step 1 was not published: rank 0: memory of .* cannot be opened"
+        with stand_in(Expandable(), monkeypatch), pytest.raises(SyncError, match=said):
+            trainer.push(1)
     with pytest.raises(ValueError, match="keep is one of auto, host, device; got 'gpu'"):
         publish(weights, "tcp://127.0.0.1:0", token=TOKEN, keep="gpu")  # type: ignore[arg-type]
 
@@ -182,3 +181,55 @@ def test_a_publisher_that_dies_leaves_what_was_read_of_its_device(world: Ranks, 
         "waiting 5 [4.0, 5.0, 6.0, 7.0] subscriber 'se",
     ]
     assert "publisher 'trainer'" in str(found[1].value)
+
+
+def serve_from_gpu(address: str, folder: str, expandable: bool) -> list[str]:
+    """Rank 0 publishes from its GPU, the others pull versions and check each; rank 0 dies at the end."""
+    comm = default_comm()
+    if comm.rank == 0:
+        if expandable:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        weights = {name: whole((300, 200), i).cuda() for i, name in enumerate("abc")}
+        weights |= {"small": torch.ones(7, dtype=torch.bfloat16, device="cuda"), "n": torch.zeros((), device="cuda")}
+        link = publish(weights, address, token=TOKEN, name="trainer", comm=comm.subset([0]))
+        while not Path(folder, "1").exists() or not Path(folder, "2").exists():
+            weights["n"].add_(1)
+            weights["a"].add_(1)
+            weights["b"].t().add_(1)
+            link.push(int(weights["n"].item()))
+            link.drain(1.0)
+        os._exit(0)
+    ours = comm.subset([1, 2])
+    layout = shardwise.ChunkSpec(1, ranks=[1, 2]).layout((300, 200))
+    parts = [torch.zeros(300, 100, device="cuda") for _ in "abc"]
+    served: dict[str, Tensor] = {
+        name: shardwise.from_local(x, layout, comm=ours) for name, x in zip("abc", parts, strict=True)
+    }
+    served |= {"small": torch.zeros(7, device="cuda"), "n": torch.zeros((), device="cuda")}
+    at = slice(0, 100) if comm.rank == 1 else slice(100, 200)
+    with subscribe(served, address, token=TOKEN, comm=ours, deadline=20, name="server") as link:
+        for turn in range(20):
+            step = link.pull(30)
+            assert step is not None, link.problem
+            for i, (x, moved) in enumerate(zip(parts, (1, 1, 0), strict=True)):
+                assert torch.equal(x.cpu(), whole((300, 200), i)[:, at] + moved * step), (turn, step, i)
+            assert served["small"].tolist() == [1.0] * 7 and served["n"].item() == step
+        text = link.describe()
+        Path(folder, str(comm.rank)).touch()
+        until = time.monotonic() + 60
+        while link.state == "current" and time.monotonic() < until:
+            link.pull(0.1)
+        return [link.state, text, str(link.problem)]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("expandable", [False, True])
+def test_versions_stay_on_a_gpu(world: Ranks, expandable: bool, tmp_path: Path) -> None:
+    found = world.outcomes(serve_from_gpu, free_address(), str(tmp_path), expandable)
+    world.restart()
+    for outcome in found[1:]:
+        assert outcome.error is None, outcome.error
+        state, text, problem = outcome.value
+        print(text)
+        assert state == "waiting" and "publisher 'trainer'" in problem
+        assert "of rank 0 by memory" in text and "not by" not in text
