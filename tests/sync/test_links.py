@@ -18,7 +18,7 @@ import shardwise
 from shardwise.comm import Comm
 from shardwise.sync import RefusedError, SyncError, publish, session, subscribe
 from tests.house.test_costs import count_calls
-from tests.sync.worlds import TOKEN, alone, free_address, gathered, laid_out, parts_of, run_worlds, whole
+from tests.sync.worlds import LIMIT, TOKEN, alone, free_address, gathered, laid_out, parts_of, run_worlds, whole
 
 SOURCES = ("plain", "on x=4: S(0)", "on x=4: S(1)", "on a=2,b=2: S(0), S(1)", "on a=2,b=2: R, S(0)", "on x=4: R")
 TARGETS = ("plain", "on x=2: S(0)", "on x=2: S(1)", "on x=2: R")
@@ -32,7 +32,9 @@ def move_all(address: str, sources: tuple[str, ...], targets: tuple[str, ...], *
         state = {f"w{i}": laid_out(whole(SHAPE, i), spec, comm) for i, spec in enumerate(sources)}
         with publish(state, address, token=TOKEN) as link:
             link.push(3)
+            until = time.monotonic() + LIMIT
             while len(link.removed) < len(targets):
+                assert time.monotonic() < until
                 time.sleep(0.01)
                 link.drain(1.0)
 

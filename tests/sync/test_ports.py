@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +16,13 @@ import torch
 from torch import Tensor
 
 import shardwise
+from shardwise._torch import one_sided_transports
 from shardwise.comm import default_comm
 from shardwise.sync import SyncError, ports, publish, publisher, slots, subscribe
 from tests.device import DEVICE
 from tests.fake_device import FakeDevice, SharedFileDevice
+from tests.sync import one_sided
+from tests.sync.one_sided import StandInTransport
 from tests.sync.test_links import SOURCES, TARGETS, move_all
 from tests.sync.worlds import TOKEN, free_address, whole
 from tests.world import Ranks, world_fixture
@@ -233,3 +238,209 @@ def test_versions_stay_on_a_gpu(world: Ranks, expandable: bool, tmp_path: Path) 
         print(text)
         assert state == "waiting" and "publisher 'trainer'" in problem
         assert "of rank 0 by memory" in text and "not by" not in text
+
+
+def test_a_group_of_gloo_carries_the_same() -> None:
+    move_all(free_address(), SOURCES[1:4], TARGETS[:3], transport="gloo")
+    move_all(free_address(), SOURCES[2:4], TARGETS[:2], transport="gloo", max_buffer_bytes=20)
+
+
+@pytest.mark.parametrize("longest", [40, 1 << 20])
+def test_runs_are_cut_alike_at_both_ends(longest: int) -> None:
+    weights = {"a": torch.arange(7, dtype=torch.uint8), "b": torch.arange(6.0), "c": torch.arange(9.0).bfloat16()}
+    weights |= {"d": torch.arange(12).reshape(3, 4)}
+    served = {"a": torch.zeros(7, dtype=torch.uint8), "b": torch.zeros(6).half(), "c": torch.zeros(9)}
+    served |= {"d": torch.zeros(4, 3, dtype=torch.int64).t()}
+    with publish(weights, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+        trainer.push(1)
+        text = pull_once(trainer, served, transport="gloo", max_buffer_bytes=longest, verify=True)
+        assert "of rank 0 by gloo" in text
+    for name, x in served.items():
+        assert torch.equal(x, weights[name].to(x.dtype)), name
+
+
+def test_a_way_that_was_asked_for_and_cannot_be_taken_is_an_error_of_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: str) -> Any:
+        raise OSError(98, "no port is left")
+
+    with publish({"w": torch.ones(4)}, "tcp://127.0.0.1:0", token=TOKEN, name="trainer") as trainer:
+        trainer.push(1)
+        monkeypatch.setattr(ports, "host_store", refuse)
+        for way, said in (("gloo", "no store at 127.0.0.1: .* no port is left"), ("nccl", "nccl is for versions and")):
+            with subscribe({"w": torch.zeros(4)}, trainer.address, token=TOKEN, transport=way, name="server") as link:
+                assert link.pull(0.3) is None and link.version is None
+                assert link.problem is not None
+                start = f"subscriber 'server': step 1: rank 0: publisher 'trainer' rank 0: transport='{way}' cannot be"
+                assert re.match(rf"{start} used: the publisher's rank: {said}", link.problem), link.problem
+        with pytest.raises(ValueError, match=r"transport is one of auto, memory, sockets, gloo, nccl.*; got 'tcp'"):
+            subscribe({"w": torch.zeros(4)}, trainer.address, token=TOKEN, transport="tcp")
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_group_that_one_end_cannot_form_is_given_up_by_both(end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ports.make_pair_group
+
+    def fail(backend: str, store: Any, prefix: str, place: int, *rest: Any) -> Any:
+        if place == end:
+            raise RuntimeError("no memory for a group")
+        return made(backend, store, prefix, place, *rest)
+
+    served = {"w": torch.zeros(4)}
+    with publish({"w": torch.ones(4)}, "tcp://127.0.0.1:0", token=TOKEN, deadline=2.0) as trainer:
+        trainer.push(1)
+        monkeypatch.setattr(ports, "make_pair_group", fail)
+        with subscribe(served, trainer.address, token=TOKEN, transport="gloo", deadline=1.0) as link:
+            assert link.pull(0.1) is None
+            assert link.problem is not None and "cannot be used: no memory for a group" in link.problem
+            monkeypatch.setattr(ports, "make_pair_group", made)
+            assert link.pull(20) == 1 and served["w"].tolist() == [1.0] * 4
+
+
+def test_a_run_that_never_comes_ends_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served, free = {"w": torch.zeros(4)}, threading.Event()
+    with publish({"w": torch.ones(4)}, "tcp://127.0.0.1:0", token=TOKEN, name="trainer") as trainer:
+        trainer.push(1)
+        with subscribe(served, trainer.address, token=TOKEN, transport="gloo", deadline=2.0, name="server") as link:
+            assert link.pull(20) == 1
+            send = ports.GroupCarrier.send
+            monkeypatch.setattr(ports.GroupCarrier, "send", lambda *args: free.wait(60) and send(*args))
+            trainer.push(2)
+            began = time.monotonic()
+            assert link.pull(0.1) is None and time.monotonic() - began < 20
+            assert "subscriber 'server': step 2: rank 0: publisher 'trainer' rank 0: gloo: " in caplog.text
+            assert link.version == 1 and served["w"].tolist() == [1.0] * 4
+            monkeypatch.setattr(ports.GroupCarrier, "send", send)
+            free.set()
+            assert link.pull(20) == 2
+
+
+def test_the_best_way_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr(ports, "one_sided_names", lambda: ("nixl", "other"))
+    monkeypatch.setattr(ports, "_is_usable", lambda name: name == "nixl")
+    monkeypatch.setattr(ports.dist, "is_nccl_available", lambda: True)
+    assert ports.list_ways("auto", True, cpu, {}) == ["memory", "sockets"]
+    assert ports.list_ways("auto", True, gpu, {"memory": "no peer access"}) == ["nccl", "sockets"]
+    assert ports.list_ways("auto", False, gpu, {}) == ["nixl", "nccl", "sockets"]
+    assert ports.list_ways("auto", False, cpu, {"nixl": "not at the other end"}) == ["sockets"]
+    assert ports.list_ways("gloo", False, cpu, {"gloo": "it failed"}) == ["gloo"]
+
+
+def serve_by_gloo(address: str) -> list[float]:
+    """Rank 0 is one world, the others are another; their groups are beside that of all three."""
+    comm = default_comm()
+    if comm.rank == 0:
+        weights = {"w": torch.zeros(8), "v": torch.ones(3, 4)}
+        with publish(weights, address, token=TOKEN, comm=comm.subset([0])) as link:
+            for step in range(1, 4):
+                weights["w"].fill_(step)
+                link.push(step)
+                while sum(each.step == step for each in link.members) < 1:
+                    link.drain(0.2)
+            comm.barrier(label="all have it")
+        return []
+    ours = comm.subset([1, 2])
+    served = {"w": shardwise.from_local(torch.zeros(4), shardwise.ChunkSpec(0, ranks=[1, 2]).layout((8,)), comm=ours)}
+    served |= {"v": torch.zeros(3, 4)}
+    seen = []
+    with subscribe(served, address, token=TOKEN, comm=ours, transport="gloo") as link:
+        while link.version != 3:
+            assert link.pull(60) is not None, link.problem
+            assert served["w"].local_tensor().tolist() == [float(link.version)] * 4 and served["v"].sum() == 12
+            seen.append(float(link.version))
+        assert "of rank 0 by gloo" in link.describe()
+        comm.barrier(label="all have it")
+    return seen
+
+
+def test_two_worlds_of_processes_meet_in_groups_of_gloo(world: Ranks) -> None:
+    assert [seen[-1:] for seen in world.run(serve_by_gloo, free_address())] == [[], [3.0], [3.0]]
+
+
+@pytest.fixture
+def one_sided_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[StandInTransport]]:
+    """A one-sided transport that is installed, by an entry point where torch has them."""
+    info = tmp_path / "standin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: standin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[torch.distributed.transports]\nstandin = tests.sync.one_sided:StandInTransport\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if one_sided_transports() is None:
+        monkeypatch.setattr(ports, "one_sided_transports", one_sided.stand_in_module)
+    ports._is_usable.cache_clear()
+    one_sided.made.clear()
+    yield one_sided.made
+    ports._is_usable.cache_clear()
+
+
+def test_one_sided_transports_read_runs_out_of_a_ring(
+    one_sided_backend: list[StandInTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.sync.subscriber.identify_host", lambda: "another host")  # they come first there
+    move_all(free_address(), SOURCES[2:5], TARGETS[:3])
+    assert any(each.reads for each in one_sided_backend) and all(each.closed for each in one_sided_backend)
+    one_sided_backend.clear()
+    move_all(free_address(), SOURCES[2:4], TARGETS[:3], transport=one_sided.NAME, max_buffer_bytes=64)
+    assert max(nbytes for each in one_sided_backend for nbytes in each.reads) <= 64
+
+
+def test_many_reads_are_one_transfer(one_sided_backend: list[StandInTransport]) -> None:
+    weights = {f"w{i}": torch.full((5, 3), float(i)) for i in range(50)}
+    served = {name: torch.zeros(5, 3) for name in weights}
+    with publish(weights, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+        for step in range(2):
+            trainer.push(step)
+        assert "by standin" in pull_once(trainer, served, transport=one_sided.NAME)
+    assert [each.reads for each in one_sided_backend if each.reads] == [[50 * 64 - 4]]
+    assert all(torch.equal(served[name], weights[name]) for name in weights)
+
+
+def test_a_transfer_that_does_not_end_leaves_sockets(
+    one_sided_backend: list[StandInTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.sync.subscriber.identify_host", lambda: "another host")
+    weights, served = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
+    with (
+        publish(weights, "tcp://127.0.0.1:0", token=TOKEN) as trainer,
+        subscribe(served, trainer.address, token=TOKEN, deadline=1.0) as link,
+    ):
+        trainer.push(1)
+        assert link.pull(20) == 1 and "of rank 0 by standin" in link.describe()
+        for each in one_sided_backend:
+            each.free.clear()
+        weights["w"].fill_(2)
+        trainer.push(2)
+        while link.version != 2:
+            link.pull(5)
+        assert served["w"].tolist() == [2.0] * 4
+        text = link.describe()
+        assert "of rank 0 by sockets" in text and "not by standin: standin: transport wait timed out" in text
+    assert len(ports._unfinished) >= 1  # its memory is not given back while the transfer may go on
+    for each in one_sided_backend:
+        each.free.set()
+    ports._unfinished.clear()
+
+
+def test_a_transport_that_the_other_end_does_not_have_leaves_sockets(
+    one_sided_backend: list[StandInTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.sync.subscriber.identify_host", lambda: "another host")
+    served = {"w": torch.zeros(4)}
+    with publish({"w": torch.ones(4)}, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+        trainer.push(1)
+        names = ports.one_sided_names
+        asked: list[str] = []
+
+        def only_here() -> tuple[str, ...]:
+            here = threading.current_thread() is threading.main_thread()
+            asked.append("here" if here else "there")
+            return names() if here else ()
+
+        monkeypatch.setattr(ports, "one_sided_names", only_here)
+        text = pull_once(trainer, served)
+        assert "by sockets" in text and "not by standin: the publisher's rank: the publisher does not have" in text
+        assert "there" in asked and served["w"].tolist() == [1.0] * 4

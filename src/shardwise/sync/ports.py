@@ -14,13 +14,14 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import secrets
+import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -40,6 +41,8 @@ from shardwise.sync.slots import MappedSlot
 _SEND_BYTES = 4 << 20
 _ALIGNMENT = 16
 _POLL_SECONDS = 0.0005
+_LOOK_SECONDS = 0.02
+_FORM_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
 _MAX_CARD = 1 << 20
 _CPU = torch.device("cpu")
@@ -256,8 +259,7 @@ class GroupCarrier:
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None and self.name == NCCL:
-            with suppress(PortError):
-                run_within(group.abort, time.monotonic() + _CLOSE_SECONDS, "ending a group")
+            wait([_start(group.abort)], _CLOSE_SECONDS)
 
 
 class RingCarrier:
@@ -334,8 +336,8 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def run_within(call: Callable[[], T], until: float, what: str) -> T:
-    """Make a call that may hang; a `PortError` if it takes longer than until a time of the monotonic clock."""
+def _start(call: Callable[[], T]) -> Future[T]:
+    """Make a call that may hang in a thread, which the program waits for a little when it ends."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -343,14 +345,24 @@ def run_within(call: Callable[[], T], until: float, what: str) -> T:
             done.set_result(call())
         except BaseException as error:
             done.set_exception(error)
+        finally:
+            _running.discard(threading.current_thread())
 
-    threading.Thread(target=run, name="shardwise-sync-group", daemon=True).start()
-    try:
-        return done.result(_left(until))
-    except FutureTimeoutError as error:
-        raise PortError(f"{what} took longer than the time limit") from error
-    except (RuntimeError, OSError, ValueError) as error:
-        raise PortError(f"{what}: {first_line(error)}") from error
+    thread = threading.Thread(target=run, name="shardwise-sync-port", daemon=True)
+    _running.add(thread)
+    thread.start()
+    return done
+
+
+_running: set[threading.Thread] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread within torch when Python ends would abort the program."""
+    until = time.monotonic() + _FORM_SECONDS
+    for thread in list(_running):
+        thread.join(_left(until))
 
 
 # How both ends come to have one.
@@ -390,8 +402,7 @@ def ask_for(name: str, channel: Channel, device: torch.device, longest: int, unt
     if name in (GLOO, NCCL):
         asked["gpu"] = identify_gpu(device) if device.type == "cuda" else None
         answer = _exchange(channel, asked, until)
-        half = _half(until)
-        return _confirm(channel, lambda: _form_group(name, channel, answer, 1, device, longest, half), until)
+        return _confirm(channel, lambda: _form_group(name, channel, answer, 1, device, longest, until), until)
     ring = _open_ring(name, device, longest, channel, until)
     try:
         answer = _exchange(channel, {**asked, **ring.card}, until)
@@ -417,12 +428,11 @@ def answer_for(channel: Channel, asked: Message, device: torch.device, until: fl
         channel.send({"problem": f"the publisher's rank: {error}"}, until)
         return None
     channel.send(said, until)
-    half = _half(until)
     try:
         if ring is not None:
             made = ring
             return _confirm(channel, lambda: made.connected_to(asked, until), until)
-        return _confirm(channel, lambda: _form_group(name, channel, said, 0, device, longest, half, store), until)
+        return _confirm(channel, lambda: _form_group(name, channel, said, 0, device, longest, until, store), until)
     except BaseException as error:
         if ring is not None:
             ring.close()
@@ -435,19 +445,34 @@ C = TypeVar("C", bound=Carrier)
 
 
 def _confirm(channel: Channel, make: Callable[[], C], until: float) -> C:
-    """Make one end, and learn whether the other has been made; if one of them has not, neither is kept."""
-    made, problem = None, ""
+    """Make one end while the other is made; if one of them cannot be, neither is kept."""
+    making, limit = _start(make), time.monotonic() + _limit(until)
+    theirs: str | None = None
+    kept = False
     try:
-        made = make()
-    except Exception as error:  # also of a library that is another's
-        problem = first_line(error)
-    channel.send({"problem": problem}, until)
-    problem = problem or str(channel.receive(until)["problem"])[:300]
-    if made is None or problem:
-        if made is not None:
-            made.close()
-        raise PortError(problem)
-    return made
+        while not making.done() and time.monotonic() < limit and not theirs:
+            wait([making], _LOOK_SECONDS)
+            if theirs is None and select.select([channel], [], [], 0)[0]:
+                theirs = str(channel.receive(until)["problem"])[:300]
+        ours = theirs or "it took longer than the time limit"
+        if making.done():
+            error = making.exception()
+            ours = "" if error is None else first_line(error)
+        channel.send({"problem": ours}, until)
+        if theirs is None:
+            theirs = str(channel.receive(until)["problem"])[:300]
+        if ours or theirs:
+            raise PortError(theirs or ours)
+        kept = True
+        return making.result()
+    finally:
+        if not kept:
+            making.add_done_callback(lambda made: made.exception() or made.result().close())
+
+
+def _limit(until: float) -> float:
+    """Seconds in which an end is made, which leaves some to say that it could not be."""
+    return min(_FORM_SECONDS, _left(until) / 2)
 
 
 def _exchange(channel: Channel, message: Message, until: float) -> Message:
@@ -489,23 +514,14 @@ def _form_group(
     store: TCPStore | None = None,
 ) -> GroupCarrier:
     """Make one of the two ends of a group; a first message shows that both are there."""
-    on = device if name == NCCL else _CPU
-
-    def form() -> GroupCarrier:
-        limit = timedelta(seconds=_left(until))
-        host, port = str(said["host"]), int(said["port"])
-        met = store or TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        group = make_pair_group(name, met, str(said["prefix"]), place, channel.address, limit)
-        carrier = GroupCarrier(name, group, place, on, longest)
-        if place == 0:
-            carrier.send([torch.ones(1, dtype=torch.uint8, device=on)], until)
-        else:
-            carrier.receive(1, until)
-        return carrier
-
-    return run_within(form, until, f"forming a group of {name}")
-
-
-def _half(until: float) -> float:
-    """Half of the time, so that the other half is left to say what went wrong."""
-    return time.monotonic() + _left(until) / 2
+    on, limit = device if name == NCCL else _CPU, timedelta(seconds=_limit(until))
+    host, port = str(said["host"]), int(said["port"])
+    met = store or TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    group = make_pair_group(name, met, str(said["prefix"]), place, channel.address, limit)
+    carrier = GroupCarrier(name, group, place, on, longest)
+    until = time.monotonic() + limit.total_seconds()
+    if place == 0:
+        carrier.send([torch.ones(1, dtype=torch.uint8, device=on)], until)
+    else:
+        carrier.receive(1, until)
+    return carrier
