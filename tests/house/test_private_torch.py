@@ -10,8 +10,10 @@ import ast
 import inspect
 import logging
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import is_dataclass
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -19,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
@@ -607,6 +610,24 @@ def test_a_kernel_that_refuses_in_a_trace_is_logged_by_torch_alone() -> None:
     finally:
         log.removeHandler(handler)
     assert [text.split(" for ")[0] for text in seen] == ["failed while attempting to run meta", "another"]
+
+
+def test_groups_of_two_without_a_world() -> None:
+    store, limit = dist.HashStore(), timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(lambda i: _torch.make_pair_group("gloo", store, "a", i, "127.0.0.1", limit), (0, 1)))
+    sent, received = torch.arange(3.0), torch.zeros(3)
+    works = [ends[1].recv([received], 0, 0), ends[0].send([sent], 1, 0)]
+    assert all(work.wait(limit) for work in works) and torch.equal(sent, received)
+
+
+def test_one_sided_transports_have_the_names_that_are_used() -> None:
+    module = _torch.one_sided_transports()
+    assert (module is None) == (_torch.TORCH_RELEASE < (2, 15))
+    if module is not None:
+        assert isinstance(module.available_transports(), tuple) and callable(module.new_transport)
+        wanted = {"bind", "connect", "register_memory", "read", "close"}
+        assert wanted <= set(dir(module.Transport))
 
 
 def test_many_copies_are_one_call() -> None:

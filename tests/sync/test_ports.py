@@ -371,10 +371,10 @@ def one_sided_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     monkeypatch.syspath_prepend(str(tmp_path))
     if one_sided_transports() is None:
         monkeypatch.setattr(ports, "one_sided_transports", one_sided.stand_in_module)
-    ports._is_usable.cache_clear()
+    ports._usable.clear()
     one_sided.made.clear()
     yield one_sided.made
-    ports._is_usable.cache_clear()
+    ports._usable.clear()
 
 
 def test_one_sided_transports_read_runs_out_of_a_ring(

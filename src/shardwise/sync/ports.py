@@ -24,13 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._cache import Cache
 from shardwise._torch import TCPStore, make_pair_group, one_sided_transports
 from shardwise.comm.launch import host_store
 from shardwise.comm.protocol import Capabilities
@@ -68,14 +68,19 @@ def one_sided_names() -> tuple[str, ...]:
     return () if module is None else tuple(module.available_transports())
 
 
-@cache
+_usable: Cache[str, bool] = Cache()
+
+
 def _is_usable(name: str) -> bool:
     """Whether an endpoint of a one-sided transport can be made here."""
-    try:
-        one_sided_transports().new_transport(name).close()
-    except Exception:  # of a library that is another's, or not there
-        return False
-    return True
+    found = _usable.get(name)
+    if found is None:
+        try:
+            one_sided_transports().new_transport(name).close()
+            found = _usable.put(name, True)
+        except Exception:  # of a library that is another's, or not there
+            found = _usable.put(name, False)
+    return found
 
 
 # What maps slots.
