@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -272,3 +273,99 @@ def test_a_second_gradient_is_none_on_every_rank_or_on_none() -> None:
         return torch.autograd.grad((grad * grad).sum(), x, allow_unused=True)[0] is None
 
     assert len(set(run_local(body, 2, timeout=60))) == 1
+
+
+def _cut(shape: tuple[int, ...], place: str) -> str:
+    """A layout of a shape in which some rank of three has nothing."""
+    if not shape:
+        return "as pieces 2[]" if place == "pieces" else "on tp=2 @ 0,2: R"
+    sizes = {"first dim": (0, f"0,{shape[0]},0"), "last dim": (len(shape) - 1, f"{shape[-1]},0,0")}
+    if place in sizes:
+        return "on tp=3: S({}) sizes({})".format(*sizes[place])
+    return "as chunk(0) over 0,2" if place == "pieces" else "on tp=2 @ 0,2: S(0)"
+
+
+ROWS = torch.tensor([1, 0, 1])
+TWICE: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "conv1d": (lambda x, k, b: F.conv1d(x, k, b, 2, 2), ((1, 3, 4), (3, 3, 3), (3,))),
+    "conv2d of groups": (lambda x, k: F.conv2d(x, k, groups=2), ((1, 2, 3, 3), (2, 1, 2, 2))),
+    "conv3d": (lambda x, k: F.conv3d(x, k), ((1, 1, 4, 4, 4), (1, 1, 1, 1, 1))),
+    "conv_transpose2d": (
+        lambda x, k, b: F.conv_transpose2d(x, k, b, 2, 2, 1),
+        ((1, 3, 4, 4), (3, 3, 3, 3), (3,)),
+    ),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), ((1, 6, 3), (6,), (6,))),
+    "instance_norm": (lambda x: F.instance_norm(x), ((1, 2, 3),)),
+    "batch_norm": (lambda x, w: F.batch_norm(x, None, None, w, training=True), ((3, 2), (2,))),
+    "embedding": (lambda w: F.embedding(_ids(w), w, padding_idx=0), ((9, 4),)),
+    "zero_": (lambda x: torch.zero_(x.clone()), ((4, 2),)),
+    "fill_": (lambda x: x.clone().fill_(2.0), ((),)),
+    "to": (lambda x: x.to(torch.float32, memory_format=torch.channels_last), ((1, 2, 2, 2),)),
+    "diff of no order": (lambda x: torch.diff(x, 0), ((4,),)),
+    "matrix_power of no order": (lambda x: torch.linalg.matrix_power(x, 0), ((2, 2),)),
+    "pinv": (lambda x: torch.linalg.pinv(x, rtol=1e-9), ((2, 2),)),
+    "cov": (lambda x, w: torch.cov(x, aweights=w.detach().abs()), ((3,), (3,))),
+    "index_fill": (lambda x, v: x.index_fill(0, _rows(x), v), ((4, 2), ())),
+    "index_put": (lambda x, v: x.index_put((_rows(x),), v), ((4, 2), (3, 2))),
+    "index_reduce": (lambda x, s: x.index_reduce(0, _rows(x), s, "prod"), ((4, 2), (3, 2))),
+    "scatter_reduce": (lambda x, s: x.scatter_reduce(0, (s.detach() > 0).long(), s, "prod"), ((4, 2), (3, 2))),
+    "copy_": (lambda x, y: (x * 1).copy_(y.detach()) + y, ((4,), (4,))),
+}
+
+
+def _rows(beside: Tensor) -> Tensor:
+    return sw.replicate(ROWS) if isinstance(beside, sw.ShardedTensor) else ROWS
+
+
+def _ids(table: Tensor) -> Tensor:
+    if not isinstance(table, sw.ShardedTensor) or len(table.sharding.ranks) < 3:
+        return _rows(table)
+    return sw.shard(ROWS, "on tp=3: S(0) sizes(3,0,0)")
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize("place", ["first dim", "last dim", "outside", "pieces"])
+@pytest.mark.parametrize("name", TWICE)
+def test_second_gradients_where_a_rank_has_nothing(name: str, place: str) -> None:
+    """Of sums of squares and of sums: the second gradients of what is linear are none, on every rank."""
+    function, shapes = TWICE[name]
+    whole = [torch.linspace(-1.7, 1.1, max(1, math.prod(s)), dtype=torch.float64).reshape(s).sin() for s in shapes]
+
+    def differentiate(given: list[Any], power: int) -> tuple[list[Any], list[bool]]:
+        out = function(*given)
+        first = torch.autograd.grad((out**power).sum(), given, create_graph=True, allow_unused=True)
+        recorded = [g is not None and g.requires_grad for g in first]
+        squares = [(g * g).sum() for g, has_tape in zip(first, recorded, strict=True) if has_tape]
+        second = torch.autograd.grad(sum(squares[1:], squares[0]), given, allow_unused=True) if squares else ()
+        return [*first, *second], recorded
+
+    def body(comm: Comm) -> list[list[bool]]:
+        flags = []
+        for power in (1, 2):
+            expected, _ = differentiate([w.clone().requires_grad_() for w in whole], power)
+            given = [sw.shard(w, _cut(tuple(w.shape), place)).requires_grad_() for w in whole]
+            found, recorded = differentiate(given, power)
+            for one, other in zip(found, expected, strict=False):
+                held = torch.zeros(()) if one is None else one.full_tensor()
+                torch.testing.assert_close(held, torch.zeros_like(held) if other is None else other, check_dtype=False)
+            flags.append(recorded)
+        return flags
+
+    found = run_local(body, 3, timeout=60)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("place", ["on tp=1 @ 1: P(min)", "on tp=2 @ 0,2: P(max)", "on tp=3: P(max)"])
+def test_what_is_written_in_place_stays_for_the_gradient_of_the_other(place: str) -> None:
+    """The target needs no gradient, but that of the divisor is computed from the values that it had."""
+
+    def body(comm: Comm) -> None:
+        x = sw.shard(values()[0], place)
+        divisor = sw.shard(values()[1], place.partition(":")[0] + ": R").requires_grad_()
+        (x.div_(divisor + 2)).sum().backward()
+        whole = values()[1].requires_grad_()
+        (values()[0] / (whole + 2)).sum().backward()
+        assert divisor.grad is not None and whole.grad is not None
+        torch.testing.assert_close(divisor.grad.full_tensor(), whole.grad)
+
+    run_local(body, 3, timeout=60)

@@ -66,7 +66,7 @@ class StandInComm(Comm):
         self.timeout = timeout if real is None else real.timeout
         self.process_group = real.process_group if real is not None and is_traced else process_group
         self.is_traced = is_traced
-        self._refuse_call, self._ask, self._joins, self._completes = refuse, ask, joins, completes
+        self._refuse_call, self._ask, self.joins, self._completes = refuse, ask, joins, completes
 
     def __eq__(self, other: object) -> bool:
         """Stand-ins that join for one rank of one comm are the same: what is known of moves is known by comm."""
@@ -76,7 +76,7 @@ class StandInComm(Comm):
         return hash(self._identity())
 
     def _identity(self) -> tuple[object, ...]:
-        return (self.rank, self.device, self.real) if self._joins or not self.ranks else (id(self),)
+        return (self.rank, self.device, self.real) if self.joins or not self.ranks else (id(self),)
 
     @property
     def world_size(self) -> int:
@@ -86,12 +86,12 @@ class StandInComm(Comm):
     @property
     def device_of_others(self) -> torch.device:
         """Where the ranks that this one joins compute."""
-        return self.real.device if self._joins and self.real is not None else self.device
+        return self.real.device if self.joins and self.real is not None else self.device
 
     @property
     def capabilities(self) -> Capabilities:
         """How the bytes of the others travel, where it joins them: chosen by the real comm, the same on every rank."""
-        reads_peers = self._joins and self.real is not None and self.real.capabilities.reads_peers
+        reads_peers = self.joins and self.real is not None and self.real.capabilities.reads_peers
         return Capabilities(sends=False, reads_peers=reads_peers)
 
     def find_topology(self) -> Topology | None:
@@ -124,7 +124,7 @@ class StandInComm(Comm):
         request: Request | None = None,
         combine: Combine | None = None,
     ) -> Work:
-        if self.real is None or not self._joins:
+        if self.real is None or not self.joins:
             return self._complete(label=label)
         own = None if combine is None else _combine_nothing
         return self.real.exchange({}, {}, label=label, request=request, combine=own)

@@ -64,7 +64,9 @@ from shardwise.ops.non_participating import (
     computes_apart,
     count_versions,
     leave,
+    looks_at_values,
     refuse_unknown_shapes,
+    run_with_values,
     show_to_hooks,
     take_part,
 )
@@ -92,7 +94,7 @@ from shardwise.ops.rule import (
     written_slots,
 )
 from shardwise.ops.unshard import copy_mark, free_after_forward, is_summed, keep_pins, move_input, vary_along
-from shardwise.ops.views import LocalView, allow_writes, mesh_spec, note_strides, redistribute_to
+from shardwise.ops.views import LocalView, allow_writes, mesh_spec, note_strides, redistribute_to, shape_tuple
 from shardwise.tensor.autograd_mixin import allow_writes_to_copies
 from shardwise.tensor.dispatch import UnsupportedOpError, enter_operator, sharded_leaves
 from shardwise.tensor.move import format_layout_text, has_copies, is_differentiated, move_to
@@ -345,14 +347,17 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
         vary_along(t, t.sharding, axes) if axes else t.local_parts[0]
         for t, axes in zip(aligned, decision.vary, strict=True)
     ]
-    args, kwargs = call.fill_slots(values)
     local, finish = decision.local, decision.finish
+    operator = call.op
+    if local is not None:
+        operator = partial(local, LocalView(comm, decision.inputs, tuple(map(shape_tuple, tensors))))
+
+    def run(values: Sequence[Tensor]) -> Any:
+        args, kwargs = call.fill_slots(values)
+        return operator(*args, **kwargs)
+
     with free_after_forward(aligned):
-        if local is None:
-            result = call.op(*args, **kwargs)
-        else:
-            shapes = tuple(tuple(t.shape) for t in tensors)
-            result = local(LocalView(comm, decision.inputs, shapes), *args, **kwargs)
+        result = run_with_values(call, values, run) if looks_at_values(call.op, comm) else run(values)
     if is_function_recorded():
         named = decision.name  # then another strategy may be preferred at the next call
         own = local is None and finish is None and not decision.result_targets and not named
@@ -601,7 +606,7 @@ def _make_in_place(op: Any, functional: Any) -> Fallback | None:
     same = [a.name for a in functional._schema.arguments] == names
 
     def way(target: Any, *args: Any, **kwargs: Any) -> Any:
-        given = (_copy_if_recorded(target), *args)
+        given = (_copy_if_recorded(target, args, kwargs), *args)
         if not same:  # polygamma takes the tensor second, and as a method first
             given, kwargs = (), dict(zip(names, given, strict=False)) | kwargs
         return _write_results(target, _call(functional, *given, **kwargs))
@@ -609,10 +614,12 @@ def _make_in_place(op: Any, functional: Any) -> Fallback | None:
     return way
 
 
-def _copy_if_recorded(target: Any) -> Any:
+def _copy_if_recorded(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor that is computed from and then written to: what the backward pass needs of it must stay."""
-    recorded = torch.is_grad_enabled() and isinstance(target, ShardedTensor) and target.requires_grad
-    return _copy_view(target) if recorded else target
+    if not torch.is_grad_enabled() or not isinstance(target, ShardedTensor):
+        return target
+    given = (t for t in pytree.tree_iter((target, args, kwargs)) if isinstance(t, Tensor))
+    return _copy_view(target) if any(t.requires_grad for t in given) else target
 
 
 def _make_out_variant(op: Any) -> Fallback | None:

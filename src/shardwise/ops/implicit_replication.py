@@ -118,7 +118,8 @@ def convert_plain_tensors(call: OperatorCall) -> list[ShardedTensor]:
         if isinstance(tensor, ShardedTensor):
             found.append(replicate(tensor.local_parts[0], first) if _ANY_MESH in tensor.__dict__ else tensor)
         elif tensor.ndim == 0 or _plain_is_replicated.get():
-            found.append(replicate(tensor, first))
+            beside_stand_ins = first.comm.device.type == "meta"
+            found.append(replicate(tensor.to("meta") if beside_stand_ins else tensor, first))
         else:
             raise MixedTensorsError(
                 f"{call.op} got a plain tensor of shape {tuple(tensor.shape)} as argument "

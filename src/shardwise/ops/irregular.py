@@ -43,7 +43,7 @@ from shardwise.ops.unshard import vary_along
 from shardwise.ops.views import all_dims, arguments_by_name, mesh_view, redistribute_to
 from shardwise.tensor.move import format_layout_text, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.writes import check_leaf_without_data, gives_views, mark_copied, note_write_without_data
+from shardwise.tensor.writes import copy_values, gives_views, mark_copied, note_write_without_data
 
 WHOLE_REDUCTIONS = {
     aten.sum.default,
@@ -127,10 +127,9 @@ def _broadcast_shape(call: OperatorCall, lead: ShardedTensor) -> tuple[int, ...]
 def _copy_into_pieces(target: ShardedTensor, source: ShardedTensor) -> ShardedTensor:
     held = source if source.shape == target.shape else aten.expand.default(source, tuple(target.shape))
     moved = redistribute_to(held, target.sharding, "copy_")
-    for local, values in zip(target.local_parts, moved.local_parts, strict=True):
-        local.copy_(values)
-    check_leaf_without_data(target)
-    return _note_written(target, moved._tape_tensors())
+    copy_values(target, moved.local_parts, moved._anchor)
+    target.__dict__.pop("_varied", None)
+    return target
 
 
 def put_on_mesh(call: OperatorCall) -> OperatorCall:
@@ -153,6 +152,8 @@ def mark_views_of_moved(call: OperatorCall, moved: OperatorCall, result: Any) ->
 
 
 def _show_mesh(tensor: ShardedTensor, spec: Any) -> ShardedTensor:
+    if tensor.sharding.spec == spec:  # it may be written to, which has to reach this very tensor
+        return tensor
     layout = spec.layout(tuple(tensor.shape))
     return wrap(
         layout, tensor.local_parts, tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=tensor._anchor

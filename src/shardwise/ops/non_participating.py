@@ -14,7 +14,7 @@ Apart from the exchanges of the comm, nothing here waits for another rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,8 +35,23 @@ from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.tensor.writes import MEMORY_NOTES, find_base, note_write_without_data, turn_into, writes_without_data
 
-_ASK_ALL_RANKS = {aten._local_scalar_dense.default, aten._linalg_check_errors.default, aten.detach.default}
+_ASK_ALL_RANKS = {
+    aten._local_scalar_dense.default,
+    aten._linalg_check_errors.default,
+    aten.detach.default,
+    aten.equal.default,
+}
 _STAND_IN = "_stand_in"
+_GRADIENTS_OF_VALUES = {
+    aten.index_fill.int_Tensor,
+    aten.index_fill_.int_Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten.index_reduce.default,
+    aten.index_reduce_.default,
+    aten.scatter_reduce.two,
+    aten.scatter_reduce_.two,
+}
 
 
 def _join_without_data(rank: int, real: Comm) -> StandInComm:
@@ -51,37 +66,45 @@ def _join_without_data(rank: int, real: Comm) -> StandInComm:
     return StandInComm(rank, real.ranks, torch.device("meta"), refuse=refuse, real=real, joins=True)
 
 
-class _EnterMesh(torch.autograd.Function):
-    """From the anchor of a tensor to the local tensor that the other rank has, without values."""
+class _Replace(torch.autograd.Function):
+    """In place of a tensor another one that has no values of use, on its tape: on meta, an anchor, or one in memory."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
         ctx.set_materialize_grads(False)  # no gradient stays none, as on the other rank
-        ctx.anchor = anchor.dtype, anchor.device
-        return torch.empty(shape, dtype=anchor.dtype, device="meta")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dtype, device = ctx.anchor
-        if grads[0] is None:
-            return None, None
-        return _LeaveMesh.apply(grads[0], dtype, device), None  # type: ignore[no-untyped-call]  # untyped in torch
-
-
-class _LeaveMesh(torch.autograd.Function):
-    """The reverse: the anchor of a result."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.shape = tuple(local.shape)
-        return torch.empty(0, dtype=dtype, device=device)
+        ctx.replaced = tuple(tensor.shape), tensor.dtype, tensor.device
+        return torch.full(shape, dtype.is_floating_point or dtype.is_complex, dtype=dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[0] is None:
-            return None, None, None
-        return _EnterMesh.apply(grads[0], ctx.shape), None, None  # type: ignore[no-untyped-call]  # untyped in torch
+            return None, None, None, None
+        return _replace(grads[0], *ctx.replaced), None, None, None
+
+
+def _replace(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    made: Tensor = _Replace.apply(tensor, shape, dtype, device)  # type: ignore[no-untyped-call]  # untyped in torch
+    return made
+
+
+def run_with_values(call: OperatorCall, values: Sequence[Tensor], run: Callable[[Sequence[Tensor]], Any]) -> Any:
+    """Run an operator whose gradients look at values on stand-ins, as `run` does: of ones, zeros and no mask in memory.
+
+    Torch has no such gradients of tensors on meta. Their values count for nothing.
+    """
+    found = run([_replace(t, tuple(t.shape), t.dtype, "cpu") for t in values])
+    several = isinstance(found, list | tuple)
+    given = [_replace(t, tuple(t.shape), t.dtype, "meta") for t in (found if several else (found,))]
+    if call.written:
+        given = [values[i].copy_(t) for i, t in zip(call.written, given, strict=True)]
+    return given if several else given[0]
+
+
+def looks_at_values(op: Any, comm: Comm) -> bool:
+    """Whether this rank takes part without data in an operator whose gradients look at values."""
+    return op in _GRADIENTS_OF_VALUES and isinstance(comm, StandInComm) and comm.joins
 
 
 @cached()
@@ -225,7 +248,7 @@ def _make_locals(tensor: ShardedTensor, rank: int) -> list[Tensor]:
             return [torch.empty(shape, dtype=tensor.dtype, device="meta") for shape in shapes]
     taped = tensor._tape_tensors()[0]
     with torch.enable_grad():
-        made = [_EnterMesh.apply(taped, shape) for shape in shapes]  # type: ignore[no-untyped-call]  # untyped in torch
+        made = [_replace(taped, shape, taped.dtype, "meta") for shape in shapes]
     if taped.is_leaf:  # the other rank has leaves there, whose hooks may exchange
         for local in made:
             run_as_leaf(local)
@@ -255,5 +278,4 @@ def _anchor_of(twin: ShardedTensor, device: torch.device) -> Tensor | None:
     if not twin.requires_grad:
         return None
     with torch.enable_grad():
-        anchor: Tensor = _LeaveMesh.apply(twin.local_parts[0], twin.dtype, device)  # type: ignore[no-untyped-call]
-    return anchor
+        return _replace(twin.local_parts[0], (0,), twin.dtype, device)

@@ -614,6 +614,20 @@ def put_on_tape(result: Tensor, *inputs: Tensor) -> Tensor:
     return result + nothing.expm1().to(result.dtype)
 
 
+def fill_empty(tensor: Tensor, *lengths: int) -> Tensor:
+    """The tensor with this many zeros along each dim that has no elements, or with one.
+
+    What an operator makes of it, cut to the length it should have, is what it would make of nothing, but with the same
+    operators on the tape as on ranks that have something.
+
+    >>> fill_empty(torch.ones(0, 2, 0)).shape, fill_empty(torch.ones(2, 0), 5, 3).shape
+    (torch.Size([1, 2, 1]), torch.Size([2, 3]))
+    """
+    wanted = lengths or (1,) * tensor.ndim
+    missing = [0 if have else want for have, want in zip(tensor.shape, wanted, strict=True)]
+    return torch.nn.functional.pad(tensor, [n for count in reversed(missing) for n in (0, count)])
+
+
 @dataclass(frozen=True, slots=True)
 class LocalView:
     """What a strategy's `local` function may ask: the comm, and where its local tensors begin in the global ones."""

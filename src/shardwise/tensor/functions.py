@@ -50,7 +50,7 @@ from shardwise.tensor.autograd_mixin import allow_writes_to_copies, has_format, 
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, sharded_leaves
 from shardwise.tensor.move import check_move, format_layout_text, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.writes import check_leaf_without_data, check_writable, count_write, note_write_without_data
+from shardwise.tensor.writes import check_writable, copy_values, count_write
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -81,12 +81,7 @@ def _copy_into(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
         check_writable(target)
     if isinstance(source, ShardedTensor) and source.dtype != target.dtype and _is_pending(source, target):
         return NotImplemented
-    held, anchor = _align_values(source, target)
-    for local, values in zip(target.local_parts, held, strict=True):
-        local.copy_(values)
-    check_leaf_without_data(target)
-    if not target.local_parts:
-        note_write_without_data(target, anchor)
+    copy_values(target, *_align_values(source, target))
     count_write(target)
     if target._copied_from is not None:
         target._copied_from.write_back()

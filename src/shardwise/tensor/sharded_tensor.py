@@ -525,14 +525,15 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         'ShardedTensor(bf16[4] on tp=2: S(0), rank 0 holds (2,))'
         """
         group = kwargs.pop("process_group", None)
+        without_format = {k: v for k, v in kwargs.items() if k != "memory_format"}
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
-        moved_probe = probe.to(*args, **{k: v for k, v in kwargs.items() if k != "memory_format"})
+        moved_probe = probe.to(*args, **without_format)
         if moved_probe is probe and group is None:  # torch returns the tensor itself, unless it is to be copied
             return self
         check_conversion(self.sharding.pending, self.dtype, moved_probe.dtype)
         addends = (limit_addend(t, self.sharding.pending, moved_probe.dtype) for t in self.local_parts)
         locals_ = tuple(t.to(*args, **kwargs) for t in addends)
-        anchor = None if self._anchor is None else self._anchor.to(*args, **kwargs)
+        anchor = None if self._anchor is None else self._anchor.to(*args, **without_format)
         comm = self.comm if group is None else self._resolve_comm(group)
         where = spec_on_device(self.sharding.spec, moved_probe.device).layout(self.sharding.shape)
         device = moved_probe.device

@@ -15,7 +15,7 @@ from shardwise.comm import DisagreementError
 from shardwise.geometry import Layout, LayoutError
 from shardwise.tensor.autograd_mixin import CopiedView, count_inference_write, is_written_back
 from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.move import format_layout_text
+from shardwise.tensor.move import format_layout_text, tape_inputs
 from shardwise.tensor.random import (
     Distribution,
     StreamRequest,
@@ -140,12 +140,15 @@ def _note_view(view: ShardedTensor, source: ShardedTensor, *, is_detached: bool)
         base.__dict__[_VIEWS] = [*held, weakref.ref(view)]
 
 
-def check_leaf_without_data(tensor: ShardedTensor) -> None:
-    """Raise what torch raises for a leaf that is written to, on a rank that has no data of it."""
-    if tensor.local_parts or tensor._anchor is None or not torch.is_grad_enabled():
-        return
-    if tensor.requires_grad and tensor.is_leaf:
-        tensor._anchor.zero_()
+def copy_values(target: ShardedTensor, values: Sequence[Tensor], anchor: Tensor | None) -> None:
+    """Copy a rank's part of the values into a tensor; a rank without data records the same."""
+    written = target._tape_tensors()
+    taken = tape_inputs(values, anchor, target.dtype, target.device)
+    for local, one in zip(written, taken, strict=True):
+        local.copy_(one)
+    if not target.local_parts and written[0].requires_grad and torch.is_grad_enabled():
+        target._anchor = None
+        note_write_without_data(target, written[0])
 
 
 def note_copies(op: Any, given: Sequence[ShardedTensor], result: Any) -> None:
@@ -246,7 +249,7 @@ def fill_with(tensor: ShardedTensor, value: complex | Tensor) -> ShardedTensor:
     """Overwrite a tensor with one value."""
     check_writable(tensor)
     check_fill(tensor.sharding, value)
-    for local in tensor.local_parts:
+    for local in tensor._tape_tensors():  # a rank without data records the same
         local.fill_(value)
     count_write(tensor)
     return tensor

@@ -18,7 +18,7 @@ from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta, split_call
 from shardwise.ops.rules.index import check_range, find_local_entries, locate_in_runs
 from shardwise.ops.rules.view import pending_kinds
-from shardwise.ops.views import find_runs, mesh_view, redistribute_to, resolve_partial
+from shardwise.ops.views import fill_empty, find_runs, mesh_view, redistribute_to, resolve_partial
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, run_function
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -82,23 +82,16 @@ def _look_up_local_rows(
 
 
 def _look_up(weight: Tensor, ids: Tensor, *rest: Any, **named: Any) -> Tensor:
-    if not ids.numel():  # a kernel for GPUs that counts the ids fails without any
-        rest, named = (), {}
-    found: Tensor = aten.embedding.default(_ensure_elements(weight), ids, *rest, **named)
-    return found if weight.shape[1] else found[..., :0]
-
-
-def _ensure_elements(weight: Tensor) -> Tensor:
-    """The table, with a row and a column of zeros if it has none.
+    """Look up in a table with a row and a column at least, and one id at least.
 
     A table without rows cannot be looked up in, and one without columns only in host memory: kernels for GPUs, those
-    of the backward pass above all, read and write elements that are not there.
+    of the backward pass above all, read and write elements that are not there, or fail without ids.
     """
-    for dim in range(2):
-        if weight.shape[dim] == 0:
-            shape = [1 if d == dim else n for d, n in enumerate(weight.shape)]
-            weight = torch.cat([weight, weight.new_zeros(shape)], dim)
-    return weight
+    if weight.numel() and ids.numel():
+        return aten.embedding.default(weight, ids, *rest, **named)  # type: ignore[no-any-return]  # untyped in torch
+    found = aten.embedding.default(fill_empty(weight), fill_empty(ids), *rest, **named)
+    cut: Tensor = found[tuple(map(slice, (*ids.shape, weight.shape[1])))]
+    return cut
 
 
 def _scale_long_rows(weight: ShardedTensor, ids: Tensor, max_norm: float, norm_type: float) -> ShardedTensor:
@@ -161,7 +154,7 @@ def _sum_bags(view: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _make_bags(weight: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, ...]:
-    bags, *lists, largest = aten._embedding_bag.default(_ensure_elements(weight), *rest, **named)
+    bags, *lists, largest = aten._embedding_bag.default(fill_empty(weight), *rest, **named)
     if weight.shape[1] == 0:  # the places of the largest are one for each element, else one for each bag
         bags, largest = bags[:, :0], largest[:, :0] if largest.ndim == 2 else largest
     return bags, *lists, largest
@@ -192,7 +185,7 @@ def _sum_local_bags(
     numbers = torch.bucketize(torch.arange(at.numel(), device=at.device), offsets, right=True) - 1
     factor = torch.where(first, kept, 0).new_zeros(bags.shape[0]).index_add(0, numbers, torch.where(first, kept, 0))
     found = torch.zeros_like(factor, dtype=at.dtype).index_add(0, numbers, first.to(at.dtype)) > 0
-    row = _ensure_elements(weight)[0, : bags.shape[1]]
+    row = fill_empty(weight)[0, : bags.shape[1]]
     bags = bags + torch.where(found.unsqueeze(1), factor.unsqueeze(1) * row, 0)
     if mode == MEAN:
         ends = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_tensor([ids.numel()])])

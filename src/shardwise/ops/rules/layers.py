@@ -34,6 +34,7 @@ from shardwise.ops.views import (
     all_dims,
     cutting_axes,
     empty_result_like,
+    fill_empty,
     mesh_view,
     put_on_tape,
     redistribute_to,
@@ -70,14 +71,17 @@ def convolution(
 
 
 def _convolve(view: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    """The local convolution; where this rank holds no channels or no images, zeros of the right shape and the bias."""
+    """The local convolution; where this rank has no channels or no images, one of zeros, which is cut away again."""
     transposed, groups = rest[3], rest[5]
     if x.numel() and weight.numel():
         return aten.convolution.default(x, weight, bias, *rest)  # type: ignore[no-any-return]  # untyped in torch
+    channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    if all(map(all, view.shapes[:2])):
+        filled = (fill_empty(x), fill_empty(weight), None if bias is None else fill_empty(bias))
+        return aten.convolution.default(*filled, *rest)[: x.shape[0], :channels]  # type: ignore[no-any-return]
     kernel = [1, 1, *weight.shape[2:]]
     probe = torch.empty(1, 1, *x.shape[2:], device="meta")
     spatial = aten.convolution.default(probe, torch.empty(kernel, device="meta"), None, *rest[:5], 1).shape[2:]
-    channels = weight.shape[1] * groups if transposed else weight.shape[0]
     if not view.shapes[0][1]:
         channels = 0  # as torch says of images without channels
     zeros = x.new_zeros((x.shape[0], channels, *spatial))
@@ -298,12 +302,24 @@ def _rms_norm_over_ranks(
 def _group_norm_part(
     per_group: int, view: LocalView, x: Tensor, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
 ) -> Any:
-    """The same on a rank's examples and on its groups."""
+    """The same on a rank's examples and on its groups; where it has none, on one of them, which is cut away again."""
     n, c = x.shape[0], x.shape[1]
-    if x.numel() == 0:
-        nothing = x.new_zeros((n, c // per_group if per_group else group))
+    if x.numel():
+        return aten.native_group_norm.default(x.contiguous(), weight, bias, n, c, hxw, c // per_group, eps)
+    groups = c // per_group if per_group else group
+    if not per_group or not hxw:
+        nothing = x.new_zeros((n, groups))
         return empty_result_like(x, weight, bias), nothing, nothing
-    return aten.native_group_norm.default(x.contiguous(), weight, bias, n, c, hxw, c // per_group, eps)
+    filled = _spread_values(fill_empty(x.reshape(n, c, hxw), 1, per_group, 1))
+    given = [None if t is None else fill_empty(t, per_group) for t in (weight, bias)]
+    counts = filled.shape[0], filled.shape[1], hxw, filled.shape[1] // per_group
+    out, mean, scale = aten.native_group_norm.default(filled, *given, *counts, eps)
+    return out[:n, :c].reshape(x.shape), mean[:n, :groups], scale[:n, :groups]
+
+
+def _spread_values(zeros: Tensor) -> Tensor:
+    """Values that have a variance, in place of zeros: gradients through nothing are then zeros, and not undefined."""
+    return zeros + (torch.arange(zeros.numel(), device=zeros.device) % 2).to(zeros.dtype).reshape(zeros.shape)
 
 
 @register_sharding(aten.native_group_norm.default)
@@ -355,11 +371,16 @@ def _find_whole_groups(layout: Layout, per_group: int) -> tuple[int, tuple[int, 
 
 
 def _native_norm_part(view: LocalView, x: Tensor, *args: Any) -> Any:
-    """torch's own, except on a rank without elements, where its backward pass divides by their number."""
+    """torch's own; on a rank without elements, where its backward pass divides by their number, of some filled in."""
     if x.numel():
         return aten.native_batch_norm.default(x, *args)
-    saved = x.new_zeros((x.shape[1] if args[4] else 0,))
-    return empty_result_like(x, *args[:4]), saved, saved
+    weight, bias, mean, variance = (None if t is None else fill_empty(t) for t in args[:4])
+    if variance is not None and not args[3].numel():
+        variance = variance + 1
+    filled = _spread_values(fill_empty(x))
+    out, average, scale = aten.native_batch_norm.default(filled, weight, bias, mean, variance, *args[4:])
+    saved = slice(x.shape[1])
+    return out[tuple(map(slice, x.shape))], average[saved], scale[saved]
 
 
 @register_sharding(aten.native_batch_norm.default)
@@ -439,6 +460,7 @@ def _reshape_to_channels(values: Tensor, ndim: int) -> Tensor:
 
 def _track(running: ShardedTensor, found: Any, momentum: float) -> None:
     """Move a running statistic towards the one found, in place, on every rank alike."""
-    local = redistribute_to(found, running.sharding, "batch_norm").local_parts[0]
+    moved = redistribute_to(found, running.sharding, "batch_norm")
     with torch.no_grad():
-        running.local_parts[0].mul_(1 - momentum).add_(local.to(running.dtype), alpha=momentum)
+        for own, local in zip(running.local_parts, moved.local_parts, strict=True):
+            own.mul_(1 - momentum).add_(local.to(running.dtype), alpha=momentum)

@@ -313,13 +313,25 @@ def _check_errors(verdicts: ShardedTensor, *args: Any, **kwargs: Any) -> None:
 
 def _item(tensor: ShardedTensor) -> Any:
     """What `item()`, `float()` and `bool()` ask for; pending sums are added up, and every rank gets the value."""
+    return _take_whole(tensor, "item").item()
+
+
+def _take_whole(tensor: Any, name: str) -> Tensor:
+    if not isinstance(tensor, ShardedTensor):
+        return tensor.detach()  # type: ignore[no-any-return]  # a plain one
     whole = replicated_layout(tuple(tensor.shape), tensor.comm.ranks)
-    return redistribute_to(tensor.detach(), whole, "item").local_parts[0].item()
+    return redistribute_to(tensor.detach(), whole, name).local_parts[0]
+
+
+def _equal(tensor: Any, other: Any) -> bool:
+    """What operators of torch ask of tensors inside; every rank gets the answer."""
+    return torch.equal(_take_whole(tensor, "equal"), _take_whole(other, "equal"))
 
 
 register_sharding(aten.detach.default, Steps(_detach, takes_copies=True))
 register_sharding(aten._linalg_check_errors.default, Steps(_check_errors))
 register_sharding(aten._local_scalar_dense.default, Steps(_item))
+register_sharding(aten.equal.default, Steps(_equal))
 
 
 def _draw_checked(
