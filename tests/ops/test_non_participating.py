@@ -369,3 +369,46 @@ def test_what_is_written_in_place_stays_for_the_gradient_of_the_other(place: str
         torch.testing.assert_close(divisor.grad.full_tensor(), whole.grad)
 
     run_local(body, 3, timeout=60)
+
+
+WRITTEN_SUMS: dict[str, Callable[[Any], Any]] = {
+    "multiplied by itself": lambda v: v.mul_(v) - v,
+    "added to by products": lambda v: torch.ones_like(v) + v.addcmul_(v, v),
+    "filled": lambda v: v * v + v.fill_(2.0) - v,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_SUMS)
+def test_a_sum_that_was_made_before_a_write_is_known_on_every_rank(name: str) -> None:
+    """Which strategy is chosen depends on whether a sum was made before: outside of the mesh as well."""
+
+    def body(comm: Comm) -> None:
+        whole = values().requires_grad_()
+        x = sw.shard(values(), "on tp=2 @ 2,1: S(0)").requires_grad_()
+        torch.testing.assert_close(
+            WRITTEN_SUMS[name](x.sum()).full_tensor(), WRITTEN_SUMS[name](whole.sum()), msg=lambda text: text
+        )
+
+    run_local(body, 3, timeout=60)
+
+
+def test_a_hook_gets_no_gradient_where_torch_gives_none() -> None:
+    """Second derivatives of what a linear operator is given are none, and hooks are called with that."""
+
+    def body(comm: Comm) -> None:
+        seen: list[str] = []
+        x = sw.shard(values()[:, None], "on tp=2 @ 0,2: R").requires_grad_()
+        kernel = sw.shard(torch.ones(1, 1, 2, dtype=torch.float64), "on tp=2 @ 0,2: R")
+        twice = x.tanh() * 2
+
+        def hook(grad: Any) -> Any:
+            seen.append(type(grad).__name__)
+            return grad if grad is None else grad * 2
+
+        twice.register_hook(hook)
+        found = F.conv1d(twice, kernel)
+        (grad,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+        torch.autograd.grad(grad.square().sum(), x)
+        assert seen[0] == "ShardedTensor" and "NoneType" in seen[1:]
+
+    run_local(body, 3, timeout=60)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.comm import Comm, run_local
+from shardwise.tensor import shard
 from tests.dense import BOXES, CHUNKS, S0, S1, P, R, check, numbers
 from tests.device import DEVICE
 
@@ -237,3 +239,16 @@ def test_a_dim_that_is_found_in_the_shape(layout: str) -> None:
     check(torch.cross, [layout] * 2, *pairs_of)
     if layout is not UNEVEN:
         check(torch.cross, [layout] * 2, *[(numbers(5, 3, seed=s), numbers(5, 3, seed=s + 1)) for s in (1, 3)])
+
+
+def test_what_was_chosen_without_autocast_is_not_taken_under_it() -> None:
+    """`einsum` is broken down into products under autocast, which casts them; a matrix of one row does as others do."""
+
+    def body(comm: Comm) -> None:
+        x = shard(torch.ones(1, 2), "on tp=1 @ 1: R")
+        for cast in (False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+                found = torch.einsum("ij,kj->ik", x, x)
+            assert found.dtype is (torch.bfloat16 if cast else torch.float32)
+
+    run_local(body, 2, timeout=60)

@@ -307,7 +307,7 @@ def hooked(tensor: Tensor) -> Tensor:
     made = tensor * 2
     if made.requires_grad:
         try:
-            made.register_hook(lambda grad: grad * 2)  # type: ignore[no-untyped-call]  # untyped in torch
+            made.register_hook(lambda grad: grad if grad is None else grad * 2)  # type: ignore[no-untyped-call]  # untyped in torch
         except NotImplementedError as error:  # several local tensors on a rank
             raise ValueError(str(error)) from error
     return made

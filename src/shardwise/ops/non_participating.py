@@ -30,6 +30,7 @@ from shardwise.ops.dispatch_cache import note_special
 from shardwise.ops.implicit_replication import copy_mesh_note
 from shardwise.ops.irregular import is_irregular
 from shardwise.ops.rule import OperatorCall, Steps, find_rule, has_tag, is_pointwise
+from shardwise.ops.unshard import copy_sum_note
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -234,6 +235,8 @@ def _stand_in_for(tensor: ShardedTensor, comm: StandInComm) -> ShardedTensor:
     made = wrap(tensor.sharding, tuple(_make_locals(tensor, comm.rank)), comm, dtype=tensor.dtype)
     made._dense_strides = tensor._dense_strides
     copy_mesh_note(tensor, made)
+    if known is not None:
+        copy_sum_note(known[-1], made)
     for local in made.local_parts:
         local.untyped_storage().__dict__.update(tensor.__dict__.get(MEMORY_NOTES, {}))
     tensor.__dict__[_STAND_IN] = (*now, made)

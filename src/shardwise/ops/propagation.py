@@ -39,7 +39,7 @@ import torch
 
 from shardwise._cache import Cache
 from shardwise._text import package_logger
-from shardwise._torch import no_dispatch_modes
+from shardwise._torch import is_any_autocast_enabled, no_dispatch_modes
 from shardwise.geometry import (
     Layout,
     LayoutError,
@@ -568,7 +568,7 @@ def _choice_key(
     names = {0: 0, 1: 1}
     lengths = tuple(tuple(names.setdefault(n, len(names)) for n in t.sharding.shape) for t in tensors)
     dtypes = tuple(t.dtype for t in tensors)
-    return call.key, tuple(specs), dtypes, tuple(recorded), lengths, first_positions(tensors)
+    return call.key, tuple(specs), dtypes, tuple(recorded), lengths, first_positions(tensors), is_any_autocast_enabled()
 
 
 def _wanted_layouts(

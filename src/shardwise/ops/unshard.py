@@ -674,6 +674,12 @@ def keep_sum(tensor: ShardedTensor, summed: ShardedTensor) -> None:
     tensor._fingerprint = None  # another one says that it is summed
 
 
+def copy_sum_note(tensor: ShardedTensor, made: ShardedTensor) -> None:
+    """Note of another object for a tensor that its sum was made: strategies differ by it, current or not."""
+    if _SUMMED in tensor.__dict__:
+        made.__dict__[_SUMMED] = tensor.__dict__[_SUMMED]
+
+
 class _LastGathered(threading.local):
     """The tensor with which this thread has left a gathered one."""
 

@@ -522,10 +522,14 @@ def resolve_partial(tensor: ShardedTensor, name: str) -> ShardedTensor:
     if spec is None:
         return tensor
     pending = [a for a, p in enumerate(spec.placements) if isinstance(p, Partial)]
-    return (
-        redistribute_to(tensor, replace_placements(spec, pending, Replicate()).layout(shape_tuple(tensor)), name)
-        if pending
-        else tensor
+    if not pending:
+        return tensor
+    layout = replace_placements(spec, pending, Replicate()).layout(shape_tuple(tensor))
+    found = redistribute_to(tensor, layout, name)
+    if found is not tensor:
+        return found
+    return wrap(  # a sum over one rank, which steps that ask for the same operator again must not find pending
+        layout, tensor.local_parts, tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=tensor._anchor
     )
 
 

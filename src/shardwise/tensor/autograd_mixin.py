@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -559,9 +559,12 @@ class AutogradMixin(AttributesMixin):
         alike, has_parts = self._like(self.sharding, ()), bool(self.local_parts)  # a hook that had `self` were a cycle
         layout = self._gradient_layout
 
-        def on_local(grad: Tensor) -> Tensor | None:
-            scaled = grad if alike._divisor == 1 else grad * alike._divisor
-            changed = hook(alike._from_tape(layout, (scaled,), has_parts))
+        def on_local(grad: Tensor | None) -> Tensor | None:
+            if grad is None:  # as torch gives it where second derivatives are zero
+                changed = cast(Callable[[None], Self | None], hook)(None)
+            else:
+                scaled = grad if alike._divisor == 1 else grad * alike._divisor
+                changed = hook(alike._from_tape(layout, (scaled,), has_parts))
             if changed is None:
                 return None
             alike._check_gradient(changed, layout)

@@ -249,3 +249,45 @@ def test_means_of_integers_are_refused_as_torch_does() -> None:
             assert torch.mean(x, dtype=torch.float64).item() == 5.5
 
     run_local(body, 2)
+
+
+TIED: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda x: x.amax(0),
+    "amin": lambda x: x.amin(0),
+    "max": lambda x: x.max(),
+    "the first maximum": lambda x: x.max(0).values,
+    "the largest magnitude": lambda x: torch.linalg.vector_norm(x, math.inf),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_second_gradients_of_extremes_that_ranks_share(name: str) -> None:
+    """The gradient of an extreme depends on another tensor, whose own gradient comes from all ranks that share it."""
+    rows, weights = torch.tensor([3.0, 1, 3, 2, 3], dtype=torch.float64), torch.arange(1, 6, dtype=torch.float64)
+
+    def second(x: Any, scale: Any, weights: Any) -> Any:
+        (grad,) = torch.autograd.grad((TIED[name](x) * scale).sqrt(), x, create_graph=True)
+        return torch.autograd.grad((grad * grad * weights).sum(), (x, scale))
+
+    whole = second(rows.clone().requires_grad_(), torch.tensor(2.0, dtype=torch.float64).requires_grad_(), weights)
+
+    def body(comm: Comm) -> None:
+        x, w = (shard(t, "on tp=3: S(0)") for t in (rows, weights))
+        scale = shard(torch.tensor(2.0, dtype=torch.float64), "on tp=3: R")
+        for found, expected in zip(second(x.requires_grad_(), scale.requires_grad_(), w), whole, strict=True):
+            torch.testing.assert_close(found.full_tensor(), expected)
+
+    run_local(body, 3, timeout=60)
+
+
+@pytest.mark.parametrize("layout", ["on tp=1: P", "on tp=1: P(avg)", "on dp=1,tp=1: P, P"])
+def test_extremes_of_a_sum_over_one_rank(layout: str) -> None:
+    """Nothing is pending there, whatever the placement says: steps that resolve it must not come back to themselves."""
+
+    def body(comm: Comm) -> None:
+        x = shard(ramp(2, 3), layout).requires_grad_()
+        for found in (x.amax(), *torch.aminmax(x), x.max(), x.amin(0).sum()):
+            (grad,) = torch.autograd.grad(found, x)
+            assert grad.full_tensor().sum() in (1.0, 3.0)
+
+    run_local(body, 1, timeout=60)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import aten, forward_ad, is_dual_level
+from shardwise._torch import TORCH_RELEASE, aten, forward_ad, is_dual_level
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.registration import register_sharding
@@ -275,13 +275,17 @@ def vector_norm(
     if ord < 0 or math.isinf(ord):
         check_not_empty(x, dim, f"norm of order {ord:g}")
     found = split_reduction_rule(x, dim, keepdim, _vector_norm_over_ranks)
-    return found if isinstance(found, Steps) else [replace(s, local_if_empty=_norm_of_nothing) for s in found]
+    if isinstance(found, Steps):
+        return found
+    counted = any(d < 0 for d in (dim if isinstance(dim, Sequence) else (dim or 0,)))
+    local = _norm_along if counted and TORCH_RELEASE < (2, 13) else None
+    return [replace(s, local=local, local_if_empty=_norm_along) for s in found]
 
 
-def _norm_of_nothing(
+def _norm_along(
     view: Any, x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    """Torch takes negative dims of tensors without elements and without values for the last one."""
+    """Torch takes negative dims of tensors without elements for the last one; on `meta`, 2.12 keeps such dims."""
     return aten.linalg_vector_norm.default(x, ord, all_dims(dim, x.ndim), keepdim, dtype=dtype)  # type: ignore[no-any-return]
 
 
@@ -512,16 +516,29 @@ register_sharding(aten.aminmax.default, Steps(_min_and_max))
 
 
 class _ShareGradient(torch.autograd.Function):
-    """Returns `value`; its gradient goes to `x` in the passed shares. All of it is local."""
+    """Returns `value`; its gradient goes to `x` in the passed shares, which is local.
+
+    A gradient that is differentiated again is a product of sharded tensors: what flows back to the gradient of the
+    value is summed over the ranks that have shares.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, share: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, value: Tensor, share: Tensor, wraps: tuple[Any, Any]) -> Tensor:
         ctx.save_for_backward(share)
+        ctx.wraps = wraps
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * ctx.saved_tensors[0], None, None
+        share = ctx.saved_tensors[0]
+        if torch.is_grad_enabled():
+            of_value, of_x = ctx.wraps
+            return aten.mul.Tensor(of_value(grads[0]), of_x(share)).local_parts[0], None, None, None
+        return grads[0] * share, None, None, None
+
+
+def _wrap_local(sharding: Layout, comm: Comm, local: Tensor) -> ShardedTensor:
+    return wrap(sharding, (local,), comm)
 
 
 def _attach_gradient(
@@ -529,7 +546,8 @@ def _attach_gradient(
 ) -> ShardedTensor:
     """The value, which is alike on the ranks that share it, on the tape of `x`; in forward mode with its tangent."""
     given, tangent = split_dual(x.local_parts[0]) if is_dual_level() else (x.local_parts[0], None)
-    local: Tensor = _ShareGradient.apply(given, value.local_parts[0], share)  # type: ignore[no-untyped-call]  # untyped in torch
+    wraps = tuple(partial(_wrap_local, t.sharding, x.comm) for t in (value, x))
+    local: Tensor = _ShareGradient.apply(given, value.local_parts[0], share, wraps)  # type: ignore[no-untyped-call]  # untyped in torch
     if tangent is not None:
         shared = aten.sum.dim_IntList(wrap(x.sharding, (tangent * share,), x.comm), dims, True)
         local = forward_ad.make_dual(local, resolve_partial(shared, name).local_parts[0])
