@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, wraps
+from operator import attrgetter
 from pkgutil import resolve_name
 from threading import Event, Thread, get_ident
 from types import CodeType, FrameType
@@ -426,6 +427,9 @@ def count_running_calls(module: Any) -> int:
         found += frame.f_code is _module_call and frame.f_locals["self"] is module
         frame = frame.f_back
     return found
+
+
+gradient_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # dicts of a tensor, or None
 
 
 def has_accumulate_hooks(leaf: Any) -> bool:

@@ -566,3 +566,23 @@ def test_gradients_of_an_argument_that_some_rank_has_nothing_of() -> None:
             assert_close(x.grad.full(), torch.full((3, 2), 2.0))
 
     ranks(body, warns=True)
+
+
+def test_an_argument_that_some_rank_has_nothing_of_is_part_of_the_graph() -> None:
+    """What comes out of a move into which nothing goes is a tensor of the graph, and of the dtype of the others."""
+
+    def program(x: Any, mask: Any) -> Any:
+        low = -x.amax(-2)
+        picked = torch.where(mask, low, low)
+        torch._foreach_add_([picked, low], 1)
+        return picked + low
+
+    def body(comm: Comm) -> tuple[Any, Any, str]:
+        x = shard(numbers(5, 7, 3, dtype=torch.float64), "as pieces 2[0:3,0:7,0:3], 0[3:5,0:7,0:3]")
+        mask = shard(torch.ones(3, dtype=torch.bool), "on tp=3 @ 2,0,1: R")
+        compiled = shardwise.compile(program, backend="eager")
+        return compiled(x, mask).full(), program(x, mask).full(), compiled.explain()
+
+    for found, expected, text in run_local(body, 3, timeout=60.0):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert "without a graph" not in text, text

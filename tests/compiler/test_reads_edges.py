@@ -18,6 +18,10 @@ import shardwise
 from shardwise import ShardedTensor, run_local
 from tests.compiler.test_reads import Row, run_row
 
+PLAIN_MODULE = (
+    "class N(torch.nn.Module):\n  def __init__(s):\n    super().__init__()\n    s.w = torch.nn.Parameter(torch.ones(4))"
+    "\n  def forward(s, v): return v * 2\nn = N()"
+)
 GRAPH: dict[str, Row] = {
     "constants of a function's code": (
         "def g(): return 2.0\ndef h(): return 5.0",
@@ -177,9 +181,109 @@ GRAPH: dict[str, Row] = {
         "return x * fields(c)[0].metadata['s']",
         "m['s'] = 4.0",
     ),
+    "special method of a subclass": (
+        "class B:\n  def __getattr__(s, n): return 2.0\nclass A(B): pass\na = A()",
+        "return x * a.k",
+        "B.__getattr__ = lambda s, n: 9.0",
+        "A.__getattr__ = lambda s, n: 4.0",
+        "a.k = 1.5",
+    ),
+    "truth of an object": ("class A: pass\na = A()", "return x * 2 if a else x", "A.__len__ = lambda s: 0"),
+    "list that a cache has": (
+        "from functools import lru_cache\n@lru_cache\ndef g(): return [2.0]\ng()",
+        "return x * g()[0]",
+        "g()[0] = 5.0",
+    ),
+    "dict that an endless cache has": (
+        "from functools import cache\n@cache\ndef g(): return {'k': 2.0}\ng()",
+        "return x * g()['k']",
+        "g()['k'] = 5.0",
+    ),
+    "list of a context variable": (
+        "from contextvars import ContextVar\nv = ContextVar('v', default=[2.0])",
+        "return x * v.get()[0]",
+        "v.get()[0] = 5.0",
+    ),
+    "attribute that a class gets, by a name that is computed": (
+        "class A: pass\na = A()",
+        "return x * getattr(a, 'j' + 'k', 1.0)",
+        "A.jk = 5.0",
+        "a.jk = 4.0",
+    ),
+    "attribute that a module gets, by a name that is computed": (
+        "import rows_config as config",
+        "return x * getattr(config, 'la' + 'te', 1.0)",
+        "config.late = 3.0",
+    ),
+    "dir": (
+        "class A: k = 2.0\na = A()",
+        "return x * len([n for n in dir(a) if n[0] != '_'])",
+        "a.q = 1",
+        "A.z = 1",
+    ),
+    "attribute of a plain tensor": ("k = torch.ones(4)\nk.s = 2.0", "return x * k.s", "k.s = 4.0"),
+    "gradient of a plain tensor": (
+        "k = torch.ones(4, requires_grad=True)",
+        "return x * 2 if k.grad is None else x * 3",
+        "k.grad = torch.ones(4)",
+        "k.grad = None",
+    ),
+    "attribute of a plain parameter": (PLAIN_MODULE, "return n(x) * getattr(n.w, 's', 1.0)", "n.w.s = 4.0"),
+    "filters of warnings": (
+        "import warnings",
+        "try: warnings.warn('k')\nexcept UserWarning: return x * 5\nreturn x",
+        "old = warnings.filters[:]\nwarnings.simplefilter('error')",
+        "warnings.filters[:] = old",
+    ),
+    "dtype of autocast": (
+        "",
+        "return x * 2 if torch.get_autocast_dtype('cpu') is torch.float16 else x",
+        "torch.set_autocast_dtype('cpu', torch.float16)",
+        "torch.set_autocast_dtype('cpu', torch.bfloat16)",
+    ),
+    "flag of torch": (
+        "",
+        "return x * 2 if torch.is_warn_always_enabled() else x",
+        "torch.set_warn_always(True)",
+        "torch.set_warn_always(False)",
+    ),
+    "flag of torch in C": (
+        "",
+        "return x * 2 if torch._C._get_warnAlways() else x",
+        "torch.set_warn_always(True)",
+        "torch.set_warn_always(False)",
+    ),
 }
 
 PLAIN: dict[str, Row] = {
+    "hits of a cache": (
+        "from functools import lru_cache\n@lru_cache\ndef g(n): return n",
+        "g(1)\nreturn x * g.cache_info().hits",
+    ),
+    "handler of a logger that begins to write": (
+        "import logging\nlog, seen = logging.getLogger('rows_edges'), []\nclass K(logging.Handler):\n"
+        "  def emit(s, r): seen.append(1)\nlog.addHandler(K())\nlog.propagate = False\nlog.setLevel(40)",
+        "log.info('a')\nreturn x * (len(seen) + 1)",
+        "log.setLevel(10)",
+    ),
+    "text of a tensor": (
+        "",
+        "return x * len(str(torch.tensor(1 / 3)))",
+        "torch.set_printoptions(precision=8)",
+        "torch.set_printoptions(profile='default')",
+    ),
+    "finalizer": (
+        "import weakref\nclass A: pass\na = A()\nend = weakref.finalize(a, print)",
+        "return x * 2 if end.alive else x",
+        "end.detach()",
+    ),
+    "attribute that is set on an argument": ("", "x.n = getattr(x, 'n', 0) + 1\nreturn x * x.n"),
+    "attribute that is set on a parameter": (PLAIN_MODULE, "n.w.c = getattr(n.w, 'c', 0) + 1\nreturn n(x) * n.w.c"),
+    "gradient of a parameter": (
+        PLAIN_MODULE + "\nn.w.grad = torch.ones(4)",
+        "return n(x) * (2 if n.w.grad is None else 3)",
+        "n.w.grad = None",
+    ),
     # What a second run of a trace would set as it was before.
     "entries that swap": ("ks = [1.0, 2.0]", "ks[0], ks[1] = ks[1], ks[0]\nreturn x * ks[0]"),
     "attribute that is deleted and set": (
@@ -356,6 +460,46 @@ CALLS: dict[str, tuple[str, ...]] = {
         MODEL,
         "(f(X).sum().backward(), n.l.weight.grad)[1]",
         "(n.zero_grad(), n.l.weight.register_hook(lambda g: g * 3), f(X).sum().backward(), n.l.weight.grad)[-1]",
+    ),
+    "hook that a gradient gets between steps": (
+        MODEL + STEP,
+        "f(X)",
+        "f(X)",
+        "(n.l.bias.register_hook(lambda g: g * 0), f(X), n.l.bias.detach())[2]",
+    ),
+    "arguments and results that are returned": (
+        "a = S(A)\ndef f(x):\n  y = x * 2\n  return x, y, y, {'x': x}",
+        "f(a)[1]",
+        "float(f(a)[0] is a) + float(f(a)[1] is f(a)[2])",
+        "float((lambda r: r[1] is r[2] and r[3]['x'] is r[0])(f(a)))",
+    ),
+    "an argument that is returned after a write": (
+        "a = S(A)\ndef f(x):\n  x.add_(1)\n  return x",
+        "f(a)",
+        "float(f(a) is a)",
+        "a",
+    ),
+    "parameters and tensors": (
+        "def f(p): return p * (2 if isinstance(p, torch.nn.Parameter) else 3)",
+        "f(torch.nn.Parameter(A))",
+        "f(A)",
+    ),
+    "attribute that is set on a split parameter": (
+        MODEL.replace("return s.l(x)", "s.l.weight.c = getattr(s.l.weight, 'c', 0) + 1; return s.l.weight.c * s.l(x)"),
+        "f(X)",
+        "f(X)",
+    ),
+    "attribute that a split parameter gets": (
+        MODEL.replace("return s.l(x)", "return sum(getattr(p, 'c', 1.0) for p in s.parameters()) * s.l(x)"),
+        "f(X)",
+        "(setattr(n.l.weight, 'c', 3.0), f(X))[1]",
+        "(setattr(n.l.weight, 'c', 4.0), f(X))[1]",
+        "(delattr(n.l.weight, 'c'), f(X))[1]",
+    ),
+    "class of a tensor": (
+        "def f(p): return p * (2 if type(p) is torch.Tensor else 3)",
+        "f(A)",
+        "f(A * 2)",
     ),
     "hook of a step": (
         MODEL + STEP,

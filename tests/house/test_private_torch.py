@@ -348,6 +348,7 @@ def test_running_calls_of_a_module_are_found_on_the_stack() -> None:
     assert not _torch.has_accumulate_hooks(leaf)
     leaf.register_post_accumulate_grad_hook(lambda _: None)
     assert _torch.has_accumulate_hooks(leaf)
+    assert _torch.gradient_hooks(leaf) == (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
 
 
 def test_hooks_on_saved_tensors_are_noticed() -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import builtins
 import functools
-import gc
+import logging
 import sys
 from abc import ABCMeta
 from array import array
@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from datetime import date, time, timedelta, tzinfo
 from decimal import Decimal
 from enum import Enum
-from logging import Logger
 from operator import attrgetter, itemgetter, methodcaller
 from os import environ, getenv
 from pathlib import Path, PurePath
@@ -62,6 +61,7 @@ from shardwise._lazy import collector_paused
 from shardwise.comm.stand_in import NotTraceableError, StandInComm
 from shardwise.compiler.reads import (
     CLASS_METADATA,
+    FLAGS_OF_TORCH,
     FUNCTION_METADATA,
     IMPURE_TRUSTED,
     KNOWN_PYTHONS,
@@ -72,13 +72,18 @@ from shardwise.compiler.reads import (
     OPAQUE_STDLIB,
     PLAIN_TYPES,
     PRISTINE,
+    READ_BY,
     REFUSED_BUILTINS,
     SIMPLE,
+    SPECIAL_METHODS,
+    WRITES_LOGS,
     CodeNames,
     Entries,
     Reads,
+    attributes_of,
     decimal_context,
     describe_kind,
+    describe_plain,
     find_importer,
     handles_signal,
     has_code,
@@ -91,7 +96,12 @@ from shardwise.compiler.reads import (
     origin_of,
     origin_of_code,
     origin_of_module,
+    put_in_class,
+    put_into,
+    reads_a_mode,
     registered_classes,
+    results_of_cache,
+    value_of,
     words,
 )
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -111,7 +121,6 @@ _ALLOWED_BASES = {
     Exception,
 }
 _C_CALLABLES = (BuiltinFunctionType, MethodWrapperType, MethodDescriptorType, WrapperDescriptorType)
-_WRITES_LOGS = words("debug info warning warn error exception critical fatal log warn_explicit _showwarnmsg")
 _TUPLE_FIELD: type = type(namedtuple("_Pair", "first").first)  # type: ignore[attr-defined]  # made in C
 _UNCHANGING = (
     _TUPLE_FIELD,
@@ -134,6 +143,7 @@ _UNCHANGING = (
 _FOLLOWED_TORCH = ("torch.optim.", "torch.amp.", "torch.cuda.amp.")  # schedulers and scalers: they change as they run
 _REFUSED_TORCH = ("torch.utils.data", "torch.random")
 _OWN_STATE = frozenset(("state", "param_groups", "defaults"))  # of optimizers, watched where the state is
+_OWN_FIELDS = frozenset(("sharding", "local_parts", "comm"))  # of a ShardedTensor, as `_` and what follows
 _IMPLICIT = frozenset(("forward", "__call__"))
 _NOT_READ = words(
     """
@@ -245,8 +255,10 @@ class Admission:
     def _enter(self, frame: FrameType, code: CodeType) -> None:
         module = str(frame.f_globals.get("__name__", ""))
         origin = origin_of_code(code, module)
-        if origin == "stdlib" and module in ("logging", "warnings") and code.co_name in _WRITES_LOGS:
+        if origin == "stdlib" and module in ("logging", "warnings") and code.co_name in WRITES_LOGS:
             self._beside = frame
+            if module == "logging" and self._is_called_directly(frame):
+                self.reads.note_log(frame.f_locals.get("self", logging.root), code.co_name, frame.f_locals.get("level"))
         elif origin == "stdlib":
             caller: FrameType | None = frame
             while caller is not None and origin_of(caller.f_code.co_filename) == "stdlib":
@@ -255,9 +267,12 @@ class Admission:
                 self._at = caller.f_code, caller.f_lineno
                 self._enter_stdlib(frame, code)
         elif origin == "trusted":
-            if code.co_name not in IMPURE_TRUSTED and not module.startswith("torch.backends"):
+            is_pure = code.co_name not in IMPURE_TRUSTED and not module.startswith(FLAGS_OF_TORCH)
+            if is_pure and not reads_a_mode(code):
                 self._active[code] = set()
             elif self._is_called_directly(frame):
+                if is_pure:
+                    return self.reads.note_mode(FunctionType(code, frame.f_globals))
                 self._refuse(f"it calls {code.co_name}, which a graph would not do again")
         else:
             self._at = (frame.f_back.f_code, frame.f_back.f_lineno) if frame.f_back is not None else (code, None)
@@ -313,7 +328,7 @@ class Admission:
         if module.partition(".")[0] not in OPAQUE_STDLIB:
             names = names_in(code)
             held = frame.f_globals
-            for _ in self.reads.entries_of(held, module, held, _putter(held)).ask(names.globals):
+            for _ in self.reads.entries_of(held, module, held, put_into(held)).ask(names.globals):
                 pass  # what is compared: functions of the standard library may be replaced
             asked, unknown = names.read_named(held)
             self._mention(asked, unknown or module == "copy", is_stdlib=True)
@@ -328,6 +343,12 @@ class Admission:
         pure = self._calls.get(key)
         if pure is None:
             pure = self._calls[key] = is_pure_builtin(function)
+        if owner is None or isinstance(owner, ModuleType):
+            read = READ_BY.get(function)
+            if read is not None:
+                self.reads.note_value(*read)
+            elif str(getattr(function, "__module__", None) or getattr(owner, "__name__", "")).startswith("torch"):
+                self.reads.note_mode(function)
         if not pure:
             self._at = frame.f_code, frame.f_lineno
             self._refuse(f"it calls {name_of(function)}, which a graph would not do again")
@@ -382,12 +403,12 @@ class Admission:
         self._drain()
 
     def _read_globals(self, module: dict[str, Any], names: frozenset[str]) -> None:
-        entries = self.reads.entries_of(module, "", module, _putter(module))
+        entries = self.reads.entries_of(module, "", module, put_into(module))
         for name, value in entries.ask(names):
             self.admit(value, name)
         own = vars(builtins)
         inherited = {name for name in names if name not in module}
-        for name, value in self.reads.entries_of(own, "", own, _putter(own)).ask(inherited):
+        for name, value in self.reads.entries_of(own, "", own, put_into(own)).ask(inherited):
             self.admit(value, name)
 
     def _admit_import(self, name: str, level: int, module: dict[str, Any]) -> None:
@@ -427,13 +448,14 @@ class Admission:
     def _extend(self, holder: _Holder, new: Iterable[str] | None) -> None:
         """Admit attributes of a holder; None is all of them."""
         entries, is_whole = holder.entries, new is None
-        if new is None and not isinstance(holder.owner, type | ModuleType):
-            entries.is_whole = not holder.skips
+        if new is None:
+            entries.is_whole = not (holder.skips or holder.is_of_library)
             new = [name for name in entries.held if isinstance(name, str)]
-        elif new is None:
-            new = [name for name in entries.held if isinstance(name, str) and name not in _NOT_READ]
         new = [name for name in new if name in entries.held] if holder.is_trusted else [*new]
+        skips = _NOT_READ if isinstance(holder.owner, type | ModuleType) else ()
         for name, value in entries.ask(name for name in new if name not in holder.skips):
+            if name in skips:
+                continue
             self._admit_attribute(value, f"{holder.path}.{name}" if holder.path else name, name, holder)
         for name in [name for name in holder.metadata or () if name in new and holder.metadata is not None]:
             self._admit_metadata(holder, name)
@@ -514,7 +536,7 @@ class Admission:
             queue += (
                 [*value.values()] if isinstance(value, dict) else [*value] if isinstance(value, list | tuple) else []
             )
-            queue += [*(_attributes(value) or {}).values()]
+            queue += [*(attributes_of(value) or {}).values()]
 
     def _drain(self) -> None:
         if self._drains:
@@ -544,7 +566,7 @@ class Admission:
         elif isinstance(value, (*PLAIN_TYPES, deque, MappingProxyType)):
             self._admit_plain(value, path, is_lenient)
         elif isinstance(value, ContextVar):
-            self.admit(self.reads.note_value(path, lambda: value.get(MISSING)), path)
+            self.admit(self.reads.note_value(path, lambda: value_of(value)), path)
         elif value is environ:
             self._admit_environment()
         elif isinstance(value, Decimal):
@@ -558,10 +580,13 @@ class Admission:
         if id(value) in self._known:
             if isinstance(value, torch.optim.Optimizer):
                 self._add_holder(value, path, vars(value), skips=_OWN_STATE)
+            elif isinstance(value, Tensor):
+                self._add_holder(value, path, vars(value), skips=_OWN_FIELDS | {n for n in vars(value) if n[0] == "_"})
             return
         if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
             if not self._predicts:  # a trace that uses it, besides these, fails
-                self.reads.note_value(f"the layout of {path}", lambda: _describe_plain(value))
+                self.reads.note_value(f"the layout of {path}", lambda: describe_plain(value))
+                self._add_holder(value, path, value.__dict__)
             return
         if isinstance(value, ShardedTensor) and isinstance(value.comm, StandInComm) and value.comm.is_traced:
             self._refuse(f"it keeps a tensor in {path}, which a graph would not do again")
@@ -607,15 +632,18 @@ class Admission:
                 self.admit(part, path, is_lenient=is_lenient)
         elif isinstance(value, LRU_CACHE):
             # Each miss makes a new entry: that of a value which was computed again is another object.
-            cache = next((d for d in gc.get_referents(value) if type(d) is dict and d is not value.__dict__), None)
-            if cache is None or len(cache) > MOST_ENTRIES:
+            found = results_of_cache(value)
+            if found is None or len(found[1]) > MOST_ENTRIES:
                 self._refuse_value(value, path)
                 return True
+            cache, results = found
             self.reads.note_value(  # a cache that is full takes entries again, but not without a miss
                 f"the cache of {path}",
                 lambda: (value.cache_info().misses, *cache.values()),
                 lambda _: value.cache_clear(),
             )
+            for result in results:
+                self.admit(result, f"what {path} has cached")
             self._register(value.__wrapped__, path)
         elif isinstance(value, attrgetter | methodcaller | itemgetter):
             self._mention(frozenset(), not isinstance(value, itemgetter))
@@ -691,8 +719,10 @@ class Admission:
                 self._add_holder(value, path, vars(value), is_whole=True, is_lenient=True)
         elif module.startswith("numpy."):
             self._refuse_value(value, path) if kind.__name__ not in NUMPY_CONSTANTS else None
-        elif module.partition(".")[0] in OPAQUE_STDLIB - {"weakref"}:
-            if isinstance(value, Logger):
+        elif module == "weakref.":
+            self._refuse_value(value, path)
+        elif module.partition(".")[0] in OPAQUE_STDLIB:
+            if isinstance(value, logging.Logger):
                 self._add_holder(value, path, vars(value), is_of_library=True)
         elif not is_lenient or hasattr(value, "__dict__"):
             outside = [base for base in kind.__mro__ if base not in _ALLOWED_BASES and not is_python_class(base)]
@@ -705,7 +735,7 @@ class Admission:
             slots = {
                 n: m for base in kind.__mro__ for n, m in vars(base).items() if isinstance(m, MemberDescriptorType)
             }
-            held = _attributes(value)
+            held = attributes_of(value)
             self.reads.note_object(path, value, held)
             self._add_holder(
                 value, path, {} if held is None else held, is_whole=is_whole, slots=slots, is_lenient=is_lenient
@@ -723,7 +753,7 @@ class Admission:
         put: Callable[[str, Any], None] | None = None,
         **options: Any,
     ) -> None:
-        entries = self.reads.entries_of(owner, path, held, put or _putter(held))
+        entries = self.reads.entries_of(owner, path, held, put or put_into(held))
         is_whole |= not self._searched.isdisjoint(type(owner).__mro__)
         holder = _Holder(path, entries, owner=owner, **options)
         self._holders.append(holder)
@@ -756,10 +786,10 @@ class Admission:
                 if isinstance(made, FunctionType) and made.__code__.co_filename.startswith("<"):
                     self.reads.note_function(f"{name}.{part}", made)  # of a namedtuple: no frame of the user's
             self.reads.note_class(name, base)
-            put = functools.partial(_put_in_class, base)
+            put = functools.partial(put_in_class, base)
             self._add_holder(base, name, vars(base), put=put, metadata=CLASS_METADATA)
-            implicit = [n for n in vars(base) if n.startswith("__") and n.endswith("__") and n not in _NOT_READ]
-            self._extend(self._holders[-1], implicit)
+            implicit = {n for n in vars(base) if n.startswith("__") and n.endswith("__")} | SPECIAL_METHODS
+            self._extend(self._holders[-1], sorted(implicit - _NOT_READ))
         if not self._searched.isdisjoint(kind.__mro__):
             self._read_whole(kind, kind)
 
@@ -849,41 +879,12 @@ def predict_state(target: Any, uses: Sequence[object]) -> list[object]:
     return admission.found
 
 
-def _describe_plain(tensor: Tensor) -> tuple[Any, ...]:
-    strides = tensor.stride() if tensor.layout is torch.strided else ()
-    return tensor.shape, tensor.dtype, strides, str(tensor.device), tensor.requires_grad
-
-
 def _words(path: str) -> set[str]:
     return {*path.replace("an entry of ", "").split(".")}
 
 
-def _putter(held: dict[str, Any]) -> Callable[[str, Any], None]:
-    def put(name: str, value: Any) -> None:
-        if value is MISSING:
-            held.pop(name, None)
-        else:
-            held[name] = value
-
-    return put
-
-
-def _put_in_class(kind: type, name: str, value: Any) -> None:
-    if value is MISSING:
-        delattr(kind, name)
-    else:
-        setattr(kind, name, value)
-
-
 def _ignore(name: str, value: Any) -> None:
     """What is not put back: entries that programs do not set."""
-
-
-def _attributes(value: Any) -> Any:
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
 
 
 def _is_stdlib(kind: type) -> bool:

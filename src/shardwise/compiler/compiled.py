@@ -253,7 +253,7 @@ class CompiledProgram:
             flat = self._flat_tensors(self._known_state(), leaves)
         kind.calls += 1
         if kind.run is not None:
-            return self._run_kind(kind, flat)
+            return self._run_kind(kind, flat, leaves)
         result = self._target(*args, **kwargs)
         if kind.problem is not None:
             self._warn(kind.problem)  # not before: what is wrong with the program itself is raised above, and said once
@@ -367,7 +367,7 @@ class CompiledProgram:
         """Trace with this state; None if the program uses state that was not known, which is known now."""
         flat = self._flat_tensors(state, leaves)
         layouts = [leaf.sharding for leaf in leaves if isinstance(leaf, ShardedTensor)]
-        guard = KindGuard(state, flat, layouts)
+        guard = KindGuard(state, flat, layouts, in_step=self._in_step)
         gradients = self._has_gradients(state) if self._in_step else ()
         facts = describe_call(leaves, state, gradients)
         kind = Kind(facts, "", guard, self._in_step)
@@ -395,7 +395,7 @@ class CompiledProgram:
                 calls_backward = trace.backward_calls > 0 and not self._in_step
         guard.asks_gradients = admission is not None and admission.mentions("grad")
         if guard.asks_gradients and guard.argument_has_gradient(flat) and not self._in_step:
-            problem = problem or "it may read the gradient that an argument has"
+            problem = problem or "it may read the gradient that a tensor has"
         kind.facts |= guard.reads.facts()
         kind.reason = self._explain_trace(kind)
         moves = [text for name in sorted(kind.schedules) for text in (name, *kind.schedules[name].events)]
@@ -486,17 +486,17 @@ class CompiledProgram:
 
     # Running
 
-    def _run_kind(self, kind: Kind, flat: list[Tensor]) -> Any:
+    def _run_kind(self, kind: Kind, flat: list[Tensor], leaves: Sequence[Any]) -> Any:
         assert self._state is not None
         recorder = find_recorder(self._comm_of(self._state, ())) if recorders else None
         begin = time.monotonic_ns()
-        result = self._run_graphs(kind, flat)
+        result = self._run_graphs(kind, flat, leaves)
         if recorder is not None:
             name = getattr(self._function, "__name__", type(self._target).__name__)
             recorder.add_operator(f"compiled {name}", begin, {"line": user_line(), "pass": "forward"})
         return result
 
-    def _run_graphs(self, kind: Kind, flat: list[Tensor]) -> Any:
+    def _run_graphs(self, kind: Kind, flat: list[Tensor], leaves: Sequence[Any]) -> Any:
         assert kind.run is not None and self._state is not None
         draws = kind.result.draws.requests
         rows = take_streams(draws) if draws else _NO_STREAMS
@@ -505,10 +505,10 @@ class CompiledProgram:
             found = kind.run(*flat, *rates, rows)
             if len(kind.result.sources) > 1 and torch.is_grad_enabled():
                 leave_out_gradients(found, flat, kind.result.sources)
-            return kind.result.rebuild(iter(found), self._comm_of(self._state, ()))
+            return kind.result.rebuild(iter(found), self._comm_of(self._state, ()), leaves)
         with torch.no_grad():
             outputs = iter(kind.run(*flat, *rates, rows))
-        result = kind.result.rebuild(outputs, self._comm_of(self._state, ()))
+        result = kind.result.rebuild(outputs, self._comm_of(self._state, ()), leaves)
         for tensor, gradient in zip(self._state.local_tensors(), kind.result.gradients, strict=True):
             if gradient != "kept":
                 tensor.grad = next(outputs) if gradient == "new" else None

@@ -35,6 +35,7 @@ from shardwise._torch import (
     default_device,
     global_module_hooks,
     global_step_hooks,
+    gradient_hooks,
     is_any_autocast_enabled,
 )
 from shardwise._tree import flatten_nest
@@ -54,7 +55,9 @@ class SideEffects:
     """What the modules and optimizers of a program have, to put it back."""
 
     def __init__(self, state: ProgramState) -> None:
+        own = (vars(tensor) for tensor in state.sharded)
         self._undo = [*_watch_modules(state), *_watch_optimizers(state)]
+        self._undo += [_watch_dict(held, "an attribute of a tensor: ", own_attributes) for held in own]
 
     def undo(self) -> str | None:
         """Put everything back; say what was changed first, or None."""
@@ -62,11 +65,12 @@ class SideEffects:
         return found[0] if found else None
 
 
-def _watch_dict(held: Any, where: str) -> Callable[[], str | None]:
-    before = dict(held)
+def _watch_dict(held: Any, where: str, part: Callable[[Any], Any] = dict) -> Callable[[], str | None]:
+    before = part(held)
 
     def undo() -> str | None:
-        changed = [n for n in {**before, **held} if not is_same(held.get(n, MISSING), before.get(n, MISSING))]
+        names = {**before, **part(held)}
+        changed = [n for n in names if not is_same(held.get(n, MISSING), before.get(n, MISSING))]
         for name in changed:
             held.pop(name, None)
         held.update({n: before[n] for n in changed if n in before})
@@ -110,6 +114,10 @@ class AttributeWatch:
         self._objects = [value for held in self._held for value in held.values()]
         self._groups = [_group_values(optimizer) for optimizer in state.optimizers]
         self._optimized = [[*_optimizer_objects(optimizer)] for optimizer in state.optimizers]
+        self._tensors = [vars(tensor) for tensor in (*state.sharded, *(slot.tensor for slot in state.plain))]
+        self._noted = [*map(own_attributes, self._tensors)]
+        self._lengths = [*map(len, self._tensors)]
+        self._marked = [(held, noted) for held, noted in zip(self._tensors, self._noted, strict=True) if noted]
         own = [["training", *(before.keys() - _MODULE_ATTRIBUTES - {"training"})] for before in self._before]
         self._own = [itemgetter(*names, names[0]) for names in own]  # of two names or more: a tuple
         self._values = [*chain.from_iterable(map(call, self._own, self._before))]
@@ -121,6 +129,12 @@ class AttributeWatch:
         ):
             return False
         if not all(map(_same_items, self._attributes, self._before)):
+            return False
+        if [*map(len, self._tensors)] != self._lengths:
+            if [*map(own_attributes, self._tensors)] != self._noted:
+                return False
+            self._lengths = [*map(len, self._tensors)]
+        if not all(_same_values(own_attributes(held).values(), [*noted.values()]) for held, noted in self._marked):
             return False
         modules = self._state.modules
         if not all(map(is_, map(_attributes_of, modules), self._attributes)) or not all(
@@ -150,6 +164,12 @@ class AttributeWatch:
 
 
 _attributes_of = attrgetter("__dict__")
+_FIELDS = frozenset(("sharding", "local_parts", "comm"))
+
+
+def own_attributes(held: dict[str, Any]) -> dict[str, Any]:
+    """What a program has set on a tensor, of the tensor's `__dict__`."""
+    return {name: value for name, value in held.items() if name[:1] != "_" and name not in _FIELDS}
 
 
 def _same_values(found: Any, wanted: list[object]) -> bool:
@@ -219,7 +239,7 @@ def describe_unfit(leaves: Sequence[Any]) -> str | None:
     """What cannot be compared from call to call, or None: an argument that is neither a tensor nor a plain value."""
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            if any(name not in _FIELDS and name[:1] != "_" for name in leaf.__dict__):
+            if own_attributes(leaf.__dict__):
                 return f"argument {number} is a tensor with attributes of its own; pass them as arguments"
         elif _value_key(leaf) is None:
             kind = type(leaf).__name__
@@ -227,7 +247,6 @@ def describe_unfit(leaves: Sequence[Any]) -> str | None:
     return None
 
 
-_FIELDS = frozenset(("sharding", "local_parts", "comm"))
 _BY_VALUE = (int, bool, str, bytes, type(None), range, type(Ellipsis), torch.dtype, torch.device, torch.layout)
 _BY_TEXT = (torch.memory_format, np.dtype, Decimal, Fraction, PurePath, date, time, timedelta)
 
@@ -281,7 +300,7 @@ def argument_key(leaves: Sequence[Any], structure: Any, args: Sequence[Any]) -> 
         if isinstance(leaf, ShardedTensor):
             key += (type(leaf), id(leaf.sharding), takes_any_mesh(leaf))
         elif isinstance(leaf, Tensor):
-            key.append(Tensor)
+            key.append(type(leaf))
         else:
             key.append(_value_key(leaf))
     return tuple(key)
@@ -335,17 +354,21 @@ def explain_difference(now: dict[str, str], before: dict[str, str]) -> str:
 class KindGuard:
     """What must be as it was when a kind was traced."""
 
-    def __init__(self, state: ProgramState, flat: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
+    def __init__(
+        self, state: ProgramState, flat: Sequence[Tensor], layouts: Sequence[Layout], *, in_step: bool = True
+    ) -> None:
         self.watch = AttributeWatch(state)
         self.reads = Reads()
         self.memory: MemoryWatch | None = None
         self.shares_memory = False  # whether calls of this kind have a tensor in the memory of one that is written to
-        self.asks_gradients = False  # whether the program may ask for the gradient of an argument
+        self.asks_gradients = False  # whether the program may ask for the gradient of a tensor
         self.always = False  # whether calls with other values are of this kind as well: it has no graph and gets none
-        self._state = state
+        self._state, self._in_step = state, in_step
         self._shardings = [t.sharding for t in state.sharded]
         self._layouts = tuple(layouts)  # keys have their identities: they stay alive
         self._count = len(flat)
+        self._own_count = len(state.local_tensors()) if in_step else 0
+        self._hooks = self._count_hooks(flat)
         self._has_gradients = self.argument_has_gradient(flat)
         self._repeats = _find_repeats(flat)
         distinct = _leave_out(flat, self._repeats)
@@ -359,6 +382,8 @@ class KindGuard:
             return False
         if not self.watch.is_unchanged() or not self.reads.holds():
             return False
+        if self._own_count and self._count_hooks(flat) != self._hooks:
+            return False
         if self.asks_gradients and self.argument_has_gradient(flat) != self._has_gradients:
             return False
         if self._tensors is None:
@@ -369,9 +394,13 @@ class KindGuard:
             fits = _find_repeats(flat) == self._repeats and bool(self._tensors.check(*_leave_out(flat, self._repeats)))
         return fits and (self.memory is None or (self.memory.find(flat) is not None) == self.shares_memory)
 
+    def _count_hooks(self, flat: Sequence[Tensor]) -> list[int]:
+        """How many hooks the gradients of a step's parameters have: its graph calls those that it was traced with."""
+        return [*map(len, filter(None, chain.from_iterable(map(gradient_hooks, flat[: self._own_count]))))]
+
     def argument_has_gradient(self, flat: Sequence[Tensor]) -> bool:
-        """Whether a tensor that is passed, a leaf of the tape, has a gradient already."""
-        own = {id(tensor) for tensor in self._state.local_tensors()}
+        """Whether a tensor, a leaf of the tape, has a gradient that is no input of the graph."""
+        own = {id(tensor) for tensor in self._state.local_tensors()} if self._in_step else ()
         return any(t.requires_grad and t.is_leaf and t.grad is not None for t in flat if id(t) not in own)
 
     def difference(self) -> str | None:

@@ -23,16 +23,20 @@ import abc
 import builtins
 import dis
 import functools
+import gc
+import logging
 import struct
 import sys
 import sysconfig
+import warnings
 from abc import ABCMeta
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from decimal import getcontext
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from operator import attrgetter, call, is_, itemgetter
 from pathlib import Path
 from types import (
@@ -49,6 +53,8 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
+
+from shardwise._torch import autocast_device_types
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 MISSING: Any = object()
@@ -245,6 +251,22 @@ class Reads:
         before = read()
         self.values.append(Value(source, read, before, put))
         return before
+
+    def note_mode(self, ask: Callable[[], Any]) -> None:
+        """Note what a function of torch returns that takes no arguments: a flag or another mode."""
+        if is_question(ask.__name__) and ask.__name__ not in _IN_KEYS:
+            try:
+                is_mode = type(ask()) in SIMPLE
+            except (TypeError, RuntimeError):  # it has arguments
+                return
+            if is_mode:
+                self.note_value(f"torch.{ask.__name__}()", ask)
+
+    def note_log(self, log: Any, name: str, level: Any) -> None:
+        """Note whether a logger writes what it is called with: its handlers may do anything."""
+        level = _LEVELS.get(name, level)
+        if isinstance(log, logging.Logger) and isinstance(level, int):
+            self.note_value(f"what {log.name} logs", lambda: log.isEnabledFor(level))
 
     # What is compared
 
@@ -445,6 +467,7 @@ IMPURE_TRUSTED = words(
     manual_seed seed initial_seed load save fork_rng get_rng_state set_rng_state set_default_dtype
     set_default_device set_default_tensor_type __array__ __dlpack__ storage untyped_storage typed_storage
     share_memory_ use_deterministic_algorithms set_printoptions get_printoptions geterr seterr getbufsize
+    __repr__ __format__
     """
 )
 _IMPURE_TORCH = words(
@@ -455,6 +478,14 @@ _IMPURE_TORCH = words(
 )
 _PLAIN_TYPES = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset, bool, range, slice, type(None))
 _READS_VALUES = words("numpy tolist data_ptr __array__ __dlpack__ untyped_storage __reduce_ex__")
+_IMPURE_METHODS = _IMPURE_TORCH | words("cache_info cache_clear")
+_SPECIAL_OF = (object, int, float, complex, str, list, tuple, dict, set, bytearray)
+SPECIAL_METHODS = frozenset(n for kind in _SPECIAL_OF for n in dir(kind) if n[:2] == n[-2:] == "__") | words(
+    """
+    __getattr__ __missing__ __enter__ __exit__ __get__ __set__ __delete__ __call__ __fspath__ __length_hint__ __next__
+    __matmul__ __rmatmul__ __imatmul__ __itruediv__ __ifloordiv__ __ipow__ __ilshift__ __irshift__ __bytes__ __del__
+    """
+)
 PRISTINE = dict(vars(builtins))
 _BY_NAME = words("getattr hasattr setattr delattr")
 _COMPUTED = _BY_NAME | words(
@@ -534,7 +565,7 @@ def is_pure_builtin(function: Any) -> bool:
     lookup = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     module = next((kind.__module__ for kind in lookup if name in vars(kind)), type(owner).__module__)
     is_random = ".random" in module or isinstance(owner, torch.Generator)
-    return module.partition(".")[0] in _PURE_C_MODULES and not is_random and name not in _IMPURE_TORCH
+    return module.partition(".")[0] in _PURE_C_MODULES and not is_random and name not in _IMPURE_METHODS
 
 
 def is_python_class(kind: type) -> bool:
@@ -623,8 +654,19 @@ def names_in(code: CodeType) -> CodeNames:
         frozenset(by_globals),
         frozenset(searched),
         itself,
-        next(iter(sorted(mentioned & _REFLECTIVE)), None),
+        "type" if _compares_classes(instructions) else next(iter(sorted(mentioned & _REFLECTIVE)), None),
     )
+
+
+def _compares_classes(instructions: list[dis.Instruction]) -> bool:
+    """Whether code asks whether `type(x)` is that of tensors: those of a trace are of other classes."""
+    for at, each in enumerate(instructions):
+        if each.argval in ("type", "__class__") and each.opname.startswith("LOAD_"):
+            near = instructions[at + 1 : at + 14]
+            names_class = any(i.argval in ("Tensor", "Parameter") and i.opname.startswith("LOAD_") for i in near)
+            if names_class and any(i.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP") for i in near):
+                return True
+    return False
 
 
 def _is_method_load(instruction: dis.Instruction) -> bool:
@@ -722,6 +764,24 @@ def line_of(code: CodeType, names: set[str]) -> int:
     return code.co_firstlineno
 
 
+def results_of_cache(function: Any) -> tuple[dict[Any, Any], list[Any]] | None:
+    """The dict of a function under `lru_cache`, and the results in it; None where they are not found.
+
+    >>> results_of_cache(lru_cache(4)(int))
+    ({}, [])
+    """
+    parts = gc.get_referents(function)
+    place = next((i for i, part in enumerate(parts) if part is function.__wrapped__), 0)
+    cache = parts[place - 1]
+    if type(cache) is not dict:
+        return None
+    found = [*cache.values()]
+    link = type(found[0]) if found else None
+    if link is None or link.__name__ != "_lru_list_elem":
+        return cache, found
+    return cache, [part for part, after in pairwise(parts[:place]) if after is link]
+
+
 _registry_of: Any = vars(abc)["_get_dump"]  # what `ABCMeta._dump_registry` prints
 
 
@@ -736,6 +796,25 @@ def decimal_context() -> tuple[Any, ...]:
     return now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp
 
 
+def _autocast_dtypes() -> tuple[torch.dtype, ...]:
+    return tuple(map(torch.get_autocast_dtype, autocast_device_types))
+
+
+_LEVELS = {"warn": 30, "exception": 40, "fatal": 50} | {
+    name.lower(): level for name, level in logging.getLevelNamesMapping().items()
+}
+WRITES_LOGS = words("debug info warning warn error exception critical fatal log warn_explicit _showwarnmsg")
+FLAGS_OF_TORCH = ("torch.backends", "torch.utils.deterministic")
+_IN_KEYS = words(  # modes that are part of a kind's key
+    """
+    is_grad_enabled is_inference_mode_enabled get_default_dtype get_default_device are_deterministic_algorithms_enabled
+    is_anomaly_enabled get_float32_matmul_precision get_num_threads is_compiling is_dynamo_compiling is_exporting
+    """
+)
+READ_BY: dict[Any, tuple[str, Callable[[], Any]]] = {  # what functions of C read that is compared
+    torch.get_autocast_dtype: ("the dtypes of autocast", _autocast_dtypes),
+    warnings.warn: ("the filters of warnings", lambda: tuple(warnings.filters)),
+}
 NUMPY_READERS = ("random", "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "save", "savez")
 NUMPY_CONSTANTS = words("_ArrayFunctionDispatcher _NoValueType ufunc")
 _OF_FUNCTIONS = words("__name__ __qualname__ __doc__ __annotations__ __module__")
@@ -743,3 +822,62 @@ FUNCTION_METADATA = {name: vars(FunctionType)[name] for name in _OF_FUNCTIONS}
 CLASS_METADATA = {n: vars(type)[n] for n in words("__name__ __qualname__")}
 LRU_CACHE: Any = functools._lru_cache_wrapper
 PLAIN_TYPES = _PLAIN_TYPES
+
+
+def attributes_of(value: Any) -> Any:
+    """The dict of an object, or None."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+def describe_plain(tensor: Tensor) -> tuple[Any, ...]:
+    """What a program may ask a plain tensor besides its values."""
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    has_gradient = tensor.is_leaf and tensor.grad is not None
+    is_plain = tensor.is_inference(), tensor.is_conj(), tensor.is_neg(), has_gradient
+    return tensor.shape, tensor.dtype, strides, str(tensor.device), tensor.requires_grad, *is_plain
+
+
+def value_of(variable: ContextVar[Any]) -> Any:
+    """What a context variable has, or its default, or `MISSING`."""
+    try:
+        return variable.get()  # its default, where it has one
+    except LookupError:
+        return MISSING
+
+
+def put_into(held: dict[str, Any]) -> Callable[[str, Any], None]:
+    """A function that sets an entry of a dict, or removes it."""
+
+    def put(name: str, value: Any) -> None:
+        if value is MISSING:
+            held.pop(name, None)
+        else:
+            held[name] = value
+
+    return put
+
+
+def put_in_class(kind: type, name: str, value: Any) -> None:
+    """Set an attribute of a class, or remove it."""
+    if value is MISSING:
+        delattr(kind, name)
+    else:
+        setattr(kind, name, value)
+
+
+def reads_a_mode(code: CodeType) -> bool:
+    """Whether code of a trusted library is a function without arguments that asks for something.
+
+    >>> reads_a_mode(torch.is_warn_always_enabled.__code__), reads_a_mode(torch.is_tensor.__code__)
+    (True, False)
+    """
+    has_none = code.co_argcount + code.co_kwonlyargcount == 0 and not code.co_flags & 0b101100 and not code.co_freevars
+    return has_none and is_question(code.co_name)
+
+
+def is_question(name: str) -> bool:
+    """Whether a function is called as one that asks for something."""
+    return name.lstrip("_").startswith(("is_", "are_", "get_"))

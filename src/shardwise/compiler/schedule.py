@@ -276,7 +276,7 @@ class _Writer:
         numbers = [move.node.args[1] for move in group]
         with self._graph.inserting_before(before):
             if kind == "start":
-                given: list[Any] = [value for move in group for value in move.node.args[0]]
+                given = [v for m in group for v in m.node.args[0][: len(_move_of(m.node).in_shapes)]]
                 locals_ = [self._compute_before(value, before) for value in given]
                 after = [] if self._last is None else [self._last]
                 slot = len(self._started)

@@ -40,7 +40,7 @@ from shardwise._torch import (
 from shardwise._tree import flatten_nest, unflatten_nest
 from shardwise.comm import Comm, use_comm
 from shardwise.comm.stand_in import CommTrace, NotTraceableError, note_backward, trace_comms
-from shardwise.compiler.guards import mode_key
+from shardwise.compiler.guards import mode_key, own_attributes
 from shardwise.compiler.schedule import find_gathers_made_again
 from shardwise.compiler.state import NOT_AGAIN, ProgramState, computing_with_tensors, swap_tensors
 from shardwise.geometry import Layout
@@ -118,6 +118,8 @@ class ShardedLeaf:
     layout: Layout
     count: int
     kind: type[ShardedTensor]
+    dtype: torch.dtype
+    device: torch.device
 
 
 PLAIN = "a plain tensor"
@@ -135,6 +137,20 @@ class SameAsState:
     """A result that is a tensor of the state itself."""
 
     tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SameAsArgument:
+    """A result that is a tensor among the arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SameAsResult:
+    """A result that is an earlier one."""
+
+    index: int
 
 
 class _Hole:
@@ -180,7 +196,7 @@ class TracedArguments:
 def describe_leaf(value: Any) -> Any:
     """What a leaf of arguments or results is."""
     if isinstance(value, ShardedTensor):
-        return ShardedLeaf(value.sharding, len(value.local_parts), type(value))
+        return ShardedLeaf(value.sharding, len(value.local_parts), type(value), value.dtype, value.device)
     return PLAIN if isinstance(value, Tensor) else Constant(value)
 
 
@@ -234,13 +250,17 @@ def locals_of(leaves: Sequence[Any]) -> list[Tensor]:
     return found
 
 
-def _rebuild_leaf(leaf: Any, tensors: Iterator[Tensor], comm: Comm) -> Any:
+def _rebuild_leaf(leaf: Any, tensors: Iterator[Tensor], comm: Comm, given: Sequence[Any] = ()) -> Any:
+    if isinstance(leaf, SameAsArgument):
+        return given[leaf.index]
     if isinstance(leaf, ShardedLeaf):
-        return wrap(leaf.layout, tuple(next(tensors) for _ in range(leaf.count)), comm, cls=leaf.kind)
+        parts = tuple(next(tensors) for _ in range(leaf.count))
+        known = {} if parts else {"dtype": leaf.dtype, "device": leaf.device}
+        return wrap(leaf.layout, parts, comm, cls=leaf.kind, **known)
     if isinstance(leaf, Constant):
         return leaf.value
     if isinstance(leaf, ObjectLeaf):
-        made = [_rebuild_leaf(part, tensors, comm) for part in leaf.leaves]
+        made = [_rebuild_leaf(part, tensors, comm, given) for part in leaf.leaves]
         return copy.deepcopy(leaf.template, {id(h): value for h, value in zip(leaf.holes, made, strict=True)})
     return leaf.tensor if isinstance(leaf, SameAsState) else next(tensors)
 
@@ -257,9 +277,12 @@ class TracedResult:
     draws: DrawTrace = field(default_factory=DrawTrace)
     graphs: dict[str, GraphModule] = field(default_factory=dict)
 
-    def rebuild(self, tensors: Iterator[Tensor], comm: Comm) -> Any:
-        """The results of a call."""
-        values = [_rebuild_leaf(leaf, tensors, comm) for leaf in self.leaves]
+    def rebuild(self, tensors: Iterator[Tensor], comm: Comm, given: Sequence[Any]) -> Any:
+        """The results of a call with these arguments."""
+        values: list[Any] = []
+        for leaf in self.leaves:
+            is_known = isinstance(leaf, SameAsResult)
+            values.append(values[leaf.index] if is_known else _rebuild_leaf(leaf, tensors, comm, given))
         return values[0] if self.structure is None else unflatten_nest(values, self.structure)
 
 
@@ -267,6 +290,13 @@ def _check_arguments(before: tuple[list[Any], Any], now: tuple[list[Any], Any]) 
     """Raise if a program has changed a list, dict or object among its arguments."""
     if len(before[0]) != len(now[0]) or before[1] != now[1] or not all(map(is_, before[0], now[0])):
         raise NotTraceableError(f"it changes a list, a dict or an object among its arguments, {NOT_AGAIN}")
+
+
+def _copy_attributes(real: Tensor, traced: Tensor) -> None:
+    """Let a tensor of a trace have what a program has set on the real one, and be a parameter if that is one."""
+    vars(traced).update(own_attributes(vars(real)))
+    if isinstance(real, nn.Parameter):
+        traced._is_param = True  # what torch asks
 
 
 class BackwardInside(Exception):
@@ -296,6 +326,8 @@ class FlatProgram:
         versions = [t._version for t in flat]
         count = len(self.has_gradient)
         own = [self._enter_step(t, r) for t, r in zip(flat, self.state.local_tensors(), strict=False)]
+        for tensor, real in zip(own, self.state.local_tensors(), strict=True):
+            _copy_attributes(real, tensor)
         rest = iter(flat[count:])
         for tensor, has_gradient in zip(own, self.has_gradient, strict=True):
             if has_gradient:
@@ -317,13 +349,20 @@ class FlatProgram:
             if self.in_step:  # checkpointed code is computed again inside the graph
                 stack.enter_context(saved_tensors_hooks_in_traces())
             before = flatten_nest((args, kwargs))
+            for value, source in zip(before[0], self.given, strict=True):
+                if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
+                    _copy_attributes(source, value)
+            seen = [t for t in (*before[0], *own, *self.state.sharded) if isinstance(t, Tensor)]
+            attributes = [own_attributes(vars(t)) for t in seen]
             modes = mode_key()
             returned = self.function(*args, **kwargs)
             self.check()
             if mode_key() != modes:
                 raise NotTraceableError(f"it sets a mode of torch, {NOT_AGAIN}")
             _check_arguments(before, flatten_nest((args, kwargs)))
-            outputs = self._describe(returned, flat)
+            if any(old.keys() != own_attributes(vars(t)).keys() for t, old in zip(seen, attributes, strict=True)):
+                raise NotTraceableError(f"it sets an attribute of a tensor, {NOT_AGAIN}")
+            outputs = self._describe(returned, flat, before[0])
         self.check_effects()
         self.result.writes |= {i for i, (t, v) in enumerate(zip(flat, versions, strict=True)) if t._version != v}
         if not self.in_step and not self.result.sources:
@@ -338,15 +377,18 @@ class FlatProgram:
             leaf.register_hook(summed)  # type: ignore[no-untyped-call]  # untyped in torch
         return leaf
 
-    def _describe(self, returned: Any, flat: Sequence[Tensor]) -> list[Tensor]:
+    def _describe(self, returned: Any, flat: Sequence[Tensor], passed: Sequence[Any]) -> list[Tensor]:
         values, structure = flatten_nest(returned)
-        known = {id(t) for t in self.state.sharded}
+        known: dict[int, Any] = {id(t): SameAsState(t) for t in self.state.sharded}
+        for i, value in enumerate(passed):
+            if isinstance(value, Tensor):
+                known.setdefault(id(value), SameAsArgument(i))
         leaves: list[Any] = []
         given: list[Any] = []  # the tensors that the graph returns
 
         def describe(value: Any) -> Any:
             if id(value) in known:
-                return SameAsState(value)
+                return known[id(value)]
             if isinstance(value, ShardedTensor):
                 _check_returned_copy(value, flat)
             given.append(value)
@@ -356,6 +398,8 @@ class FlatProgram:
             tensors = [] if isinstance(value, Tensor) else list(_find_tensors(value, {}))
             inside = tuple(map(describe, tensors))
             leaves.append(ObjectLeaf(*_empty_object(value, tensors), inside) if tensors else describe(value))
+            if isinstance(value, Tensor):
+                known.setdefault(id(value), SameAsResult(len(leaves) - 1))
         self.result.leaves = tuple(leaves)
         self.result.structure = None if isinstance(returned, Tensor) else structure
         found = locals_of(given)

@@ -402,8 +402,11 @@ class Move:
             return moved
         if not is_dispatch_mode_on():
             return self.execute(locals_)
+        given = [t.detach() for t in locals_]
+        if not given:  # a graph takes results as its own where a tensor goes in
+            given = [torch.empty(0, dtype=self.dtype, device=self.device_of(()))]
         with remember_debug_modes():
-            return tuple(torch.ops.shardwise.move([t.detach() for t in locals_], self.number))
+            return tuple(torch.ops.shardwise.move(given, self.number))
 
     def execute(self, locals_: Sequence[Tensor]) -> Tensors:
         """The same here and now."""
@@ -821,7 +824,8 @@ def find_numbered(number: int) -> Move:
 
 
 def _run_move(locals_: list[Tensor], transfer: int) -> list[Tensor]:
-    return list(_numbered[transfer].execute(locals_))
+    move = _numbered[transfer]
+    return list(move.execute(locals_[: len(move.in_shapes)]))
 
 
 def _split_locals(locals_: Sequence[Tensor], moves: Sequence[Move]) -> list[Sequence[Tensor]]:
