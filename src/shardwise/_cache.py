@@ -1,7 +1,8 @@
 """What is remembered, and when it is forgotten: the only caches of the package.
 
 1. Every cache has a bound, since layouts and shapes of long programs are endless. A full one is cleared as a whole, or
-   loses its oldest entries: values are cheap to make again.
+   loses its oldest entries: values are cheap to make again. All caches together have a bound as well, in bytes: what
+   they keep is measured now and then, since entries grow after they were made, and above it all of them are cleared.
 2. Keys hold all that an answer depends on. Equal keys share an answer; where equal values differ in words, as layouts
    do that are described on different meshes, answers belong to the object (`identity`).
 3. What belongs to data of one step is not remembered: the answer is kept with the object, or nowhere (`keep`).
@@ -13,9 +14,12 @@ Operations on a cache are single operations of a dict. Two threads may make one 
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
 from collections.abc import Callable
-from functools import lru_cache, update_wrapper
+from functools import lru_cache, partial, update_wrapper
+from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 K = TypeVar("K")
@@ -46,6 +50,9 @@ class Cache(dict[K, V], Generic[K, V]):
         if len(self) >= self.size:
             self.clear()
         self[key] = value
+        limit.count += 1
+        if limit.count >= limit.due:
+            limit.look()
         return value
 
 
@@ -137,6 +144,60 @@ def _cache_by_identity(
 def all_caches() -> list[Any]:
     """Every cache of the process: each has `size`, `on_change`, `clear()` and a length."""
     return [cache for ref in list(_all) if (cache := ref()) is not None]
+
+
+_OWN = ("shardwise.geometry", "shardwise.transfer", "shardwise.ops", "shardwise.tensor")
+
+
+def remembered_bytes() -> int:
+    """About how many bytes all caches keep, each once: without functions, classes, tensors and comms."""
+    queue: list[Any] = []
+    for cache in all_caches():
+        queue += [cache] if isinstance(cache, Cache) else gc.get_referents(cache._answers)
+    seen, found = set[int](), 0
+    while queue:
+        value = queue.pop()
+        if id(value) in seen or isinstance(value, type | FunctionType | ModuleType):
+            continue
+        seen.add(id(value))
+        kind = type(value)
+        is_own = kind is partial or (kind.__module__.startswith(_OWN) and not hasattr(kind, "__torch_function__"))
+        if isinstance(value, dict):
+            queue += [*value, *value.values()]
+        elif isinstance(value, tuple | list | set | frozenset) or is_own:
+            queue += gc.get_referents(value)
+        elif kind.__module__ == "numpy":
+            queue.append(getattr(value, "base", None))
+        elif kind.__module__ != "builtins":
+            continue
+        found += sys.getsizeof(value)
+    return found
+
+
+class _Limit:
+    """The bound of all caches together: they are looked at before they can have got there, and cleared when close."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.start()
+
+    def start(self) -> None:
+        """Count from nothing."""
+        self.count, self.due = 0, 128
+
+    def look(self) -> None:
+        """Measure, and clear all caches where they keep too much; else say after how many entries to look again."""
+        self.due = sys.maxsize  # for other threads, meanwhile
+        found = remembered_bytes()
+        if found > self.most * 3 // 4:
+            for cache in all_caches():
+                cache.clear()
+            return self.start()
+        left = (self.most - found) * self.count // (2 * found + 1)
+        self.due = self.count + max(128, min(left, self.count))
+
+
+limit = _Limit(20 << 20)
 
 
 def clear_on_change() -> None:

@@ -3,6 +3,9 @@
 `python -m tests.chaos.soak --minutes 30` runs two ranks; a test runs some seconds. Each result is compared with what it
 must be. Samples are taken after a collection of garbage; the last ones must not be above the first, which come after a
 fifth of the time, when caches are filled.
+
+`--lengths 20000` runs a step on so many lengths, each of which is new, and the same step of torch alone: what it keeps
+beyond that is flat.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from tests.moving import local_parts, same_bytes
 SHAPES = ((64, 48), (33, 70), (5, 8, 6), (1000,), (257, 129))
 SAMPLES = 20
 MORE_MEMORY = 24 << 20  # what the allocator and page sizes of one run differ by
+
+MORE_MEMORY_OF_LENGTHS = 50 << 20  # than torch alone keeps
 
 
 @dataclass(frozen=True)
@@ -160,11 +165,45 @@ def run_soak(seconds: float, seed: int = 0) -> tuple[int, list[list[Held]]]:
     return ended[0][0], [samples for _, samples in ended]
 
 
+def run_lengths(count: int, is_sharded: bool) -> list[int]:
+    """Steps of this process alone on ever-new lengths: memory at the start, after a tenth of them and so on."""
+    mesh = MeshSpec(Mesh.of(tp=1), (Shard(0),))
+    weight: Any = torch.ones(16, 16)
+    if is_sharded:
+        weight = shardwise.shard(weight, MeshSpec(Mesh.of(tp=1), (Replicate(),)))
+    weight.requires_grad_()
+    samples: list[int] = []
+    for number in range(count):
+        rows = torch.ones(2 * number + 100, 16)
+        x: Any = shardwise.shard(rows, mesh) if is_sharded else rows
+        y = torch.softmax(torch.nn.functional.gelu(torch.nn.functional.linear(x, weight)) * 2 + x, -1)
+        y.reshape(2, -1, 16).transpose(0, 1)[1:].sum(0).square().mean().backward()
+        weight.grad = None
+        if number in (count // 100, *range(count // 10, count, count // 10), count - 1):
+            samples.append(look(Path("/tmp")).memory)
+    return samples
+
+
+def compare_lengths(count: int) -> int:
+    """What steps on so many lengths keep beyond those of torch alone, in bytes; printed as well."""
+    with LocalWorld(1, timeout=60.0) as world:
+        ours = world.run(run_lengths, count, True, limit=count)[0]
+    with LocalWorld(1, timeout=60.0) as world:
+        plain = world.run(run_lengths, count, False, limit=count)[0]
+    beyond = [(own - ours[0]) - (other - plain[0]) for own, other in zip(ours, plain, strict=True)]
+    for name, row in (("shardwise", ours), ("torch", plain), ("beyond torch, since the start", beyond)):
+        print(f"{name}: {' '.join(f'{value / 2**20:.0f}' for value in row)} MiB", flush=True)
+    return max(beyond)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--lengths", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    if given.lengths:
+        sys.exit(compare_lengths(given.lengths) > MORE_MEMORY_OF_LENGTHS)
     count, ranks = run_soak(60 * given.minutes, given.seed)
     print(f"soak: {count} operations in {given.minutes:g} minutes", flush=True)
     for rank, samples in enumerate(ranks):

@@ -10,15 +10,17 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Partial, Replicate, Shard, run_local
-from shardwise._cache import Cache, all_caches, cached, clear_on_change
+from shardwise._cache import Cache, all_caches, cached, clear_on_change, limit, remembered_bytes
 from shardwise._lazy import collector_paused
 from tests.dense import lay
 
@@ -183,6 +185,48 @@ def test_every_cache_gives_the_same_answers_whatever_it_holds(size: int) -> None
     for cache in all_caches():
         cache.clear()
     run_local(run_program, 2, timeout=120)
+
+
+@pytest.fixture
+def low_limit() -> Iterator[int]:
+    """All caches together keep at most so many bytes."""
+    before, limit.most = limit.most, 400 << 10
+    for cache in all_caches():
+        cache.clear()
+    limit.start()
+    yield limit.most
+    limit.most = before
+    limit.start()
+
+
+def test_new_lengths_are_forgotten_by_bytes(low_limit: int) -> None:
+    """What is remembered of ever-new lengths stays below the limit of all caches, far below their limits by entries."""
+    found: list[int] = []
+
+    def body(comm: Comm) -> None:
+        weight = lay(torch.ones(6, 4), PAIR, (Replicate(),)).requires_grad_()
+        for length in range(4, 124, 2):
+            x = lay(torch.ones(length, 4), PAIR, (Shard(0),))
+            torch.softmax(F.linear(x, weight) * 2, -1).sum(0).square().mean().backward()
+            comm.barrier(label="measure")
+            found.append(remembered_bytes())
+            comm.barrier(label="measured")
+
+    run_local(body, 2, timeout=120)
+    assert max(found) <= low_limit * 5 // 4  # it is looked at after 128 entries at least
+    assert sum(later < before // 2 for before, later in pairwise(found)) >= 2, found
+    grown = sorted(later - before for before, later in pairwise(found) if later > before)
+    assert grown[len(grown) // 2] <= 2 * 40_000  # of one length on two ranks
+
+
+def test_what_is_remembered_is_counted_with_what_it_keeps() -> None:
+    cache: Cache[str, Any] = Cache()
+    before = remembered_bytes()
+    array = np.zeros(100_000)
+    cache.put("an array twice", (array, [array[1:]]))
+    assert 800_000 < remembered_bytes() - before < 810_000
+    cache.put("what others own", (torch.ones(100_000), np, array.sum, Thing))
+    assert remembered_bytes() - before < 810_000
 
 
 def test_nothing_else_remembers() -> None:

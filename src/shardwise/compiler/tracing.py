@@ -250,9 +250,11 @@ def locals_of(leaves: Sequence[Any]) -> list[Tensor]:
     return found
 
 
-def _rebuild_leaf(leaf: Any, tensors: Iterator[Tensor], comm: Comm, given: Sequence[Any] = ()) -> Any:
-    if isinstance(leaf, SameAsArgument):
-        return given[leaf.index]
+def _rebuild_leaf(
+    leaf: Any, tensors: Iterator[Tensor], comm: Comm, given: Sequence[Any] = (), results: Sequence[Any] = ()
+) -> Any:
+    if isinstance(leaf, SameAsArgument | SameAsResult):
+        return (given if isinstance(leaf, SameAsArgument) else results)[leaf.index]
     if isinstance(leaf, ShardedLeaf):
         parts = tuple(next(tensors) for _ in range(leaf.count))
         known = {} if parts else {"dtype": leaf.dtype, "device": leaf.device}
@@ -260,7 +262,7 @@ def _rebuild_leaf(leaf: Any, tensors: Iterator[Tensor], comm: Comm, given: Seque
     if isinstance(leaf, Constant):
         return leaf.value
     if isinstance(leaf, ObjectLeaf):
-        made = [_rebuild_leaf(part, tensors, comm, given) for part in leaf.leaves]
+        made = [_rebuild_leaf(part, tensors, comm, given, results) for part in leaf.leaves]
         return copy.deepcopy(leaf.template, {id(h): value for h, value in zip(leaf.holes, made, strict=True)})
     return leaf.tensor if isinstance(leaf, SameAsState) else next(tensors)
 
@@ -281,8 +283,7 @@ class TracedResult:
         """The results of a call with these arguments."""
         values: list[Any] = []
         for leaf in self.leaves:
-            is_known = isinstance(leaf, SameAsResult)
-            values.append(values[leaf.index] if is_known else _rebuild_leaf(leaf, tensors, comm, given))
+            values.append(_rebuild_leaf(leaf, tensors, comm, given, values))
         return values[0] if self.structure is None else unflatten_nest(values, self.structure)
 
 
