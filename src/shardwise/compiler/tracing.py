@@ -257,8 +257,7 @@ def _rebuild_leaf(
         return (given if isinstance(leaf, SameAsArgument) else results)[leaf.index]
     if isinstance(leaf, ShardedLeaf):
         parts = tuple(next(tensors) for _ in range(leaf.count))
-        known = {} if parts else {"dtype": leaf.dtype, "device": leaf.device}
-        return wrap(leaf.layout, parts, comm, cls=leaf.kind, **known)
+        return wrap(leaf.layout, parts, comm, cls=leaf.kind, dtype=leaf.dtype, device=leaf.device)
     if isinstance(leaf, Constant):
         return leaf.value
     if isinstance(leaf, ObjectLeaf):
