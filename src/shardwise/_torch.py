@@ -182,6 +182,12 @@ make_wrapper_subclass: Any = private_name("Tensor._make_wrapper_subclass")
 # tape, and an operator that is made of others arrives whole, in every mode, so that its own rule can be asked first.
 below_autograd: type[AbstractContextManager[None]] = private_name("_C._AutoDispatchBelowADInplaceOrView")
 
+# A view that is written to is known to the tape by how it was made, not by its strides: the gradient of a view by
+# strides that has no elements is made of zeros, and so has no second gradient. There is no public name.
+track_views: Callable[[bool], AbstractContextManager[None]] = private_name(
+    "autograd.grad_mode._force_original_view_tracking"
+)
+
 # Operators on the wrapper itself, not on what it stands for. There is no public name.
 _DisableTorchDispatch = private_name("_C._DisableTorchDispatch")
 

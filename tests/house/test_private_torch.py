@@ -119,6 +119,15 @@ def test_composite_operators_arrive_whole_below_autograd() -> None:
         assert Wrapper.seen == [torch.ops.aten.softmax.int, torch.ops.aten.narrow.default]
 
 
+def test_views_of_nothing_that_are_written_to_have_second_gradients_if_they_are_tracked() -> None:
+    leaf = torch.zeros(2, 0, requires_grad=True)
+    base = leaf * 1
+    with _torch.track_views(True):
+        view = base.unsqueeze(0)
+    view.sub_(1)
+    assert torch.autograd.grad(view.exp().sum(), leaf, create_graph=True)[0].requires_grad
+
+
 def test_functions_are_entered_again_where_they_were_disabled() -> None:
     x = Wrapper.of(torch.ones(2, 2))
     with _torch.below_autograd(), _torch.DisableTorchFunctionSubclass(), _torch.EnableTorchFunction():

@@ -412,3 +412,28 @@ def test_a_hook_gets_no_gradient_where_torch_gives_none() -> None:
         assert seen[0] == "ShardedTensor" and "NoneType" in seen[1:]
 
     run_local(body, 3, timeout=60)
+
+
+@pytest.mark.parametrize("view", ["unsqueeze", "slice", "transpose", "select"])
+def test_a_view_that_is_written_to_has_second_gradients_where_it_is_empty(view: str) -> None:
+    ways: dict[str, Callable[[Any], Any]] = {
+        "unsqueeze": lambda x: x.unsqueeze(0),
+        "slice": lambda x: x[:, 1:],
+        "transpose": lambda x: x.mT,
+        "select": lambda x: x.select(1, 2),
+    }
+
+    def second(x: Any) -> Any:
+        y = x * 1
+        written = ways[view](y)
+        written.sub_(1)
+        (grad,) = torch.autograd.grad(written.exp().sum() + y.sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)[0]
+
+    expected = second(values().requires_grad_())
+
+    def body(comm: Comm) -> None:
+        found = second(sw.shard(values(), PLACES["empty"]).requires_grad_())
+        torch.testing.assert_close(found.full_tensor(), expected)
+
+    run_local(body, 3, timeout=60)

@@ -33,13 +33,14 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from shardwise._cache import Cache
 from shardwise._text import package_logger
-from shardwise._torch import is_any_autocast_enabled, no_dispatch_modes
+from shardwise._torch import is_any_autocast_enabled, no_dispatch_modes, track_views
 from shardwise.geometry import (
     Layout,
     LayoutError,
@@ -64,7 +65,7 @@ from shardwise.ops.rule import (
 )
 from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.ops.unshard import is_summed
-from shardwise.ops.views import mesh_spec, mesh_view
+from shardwise.ops.views import LocalView, mesh_spec, mesh_view
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -506,6 +507,8 @@ def decide(call: OperatorCall, tensors: Sequence[ShardedTensor], recorded: Seque
     _log.debug("%s: %s of %s", call.op, chosen, wanted)
     vary = tuple(_find_varying_axes(layout, chosen, mesh) for layout in wanted)
     local, finish = _find_local(chosen, wanted), next((s.finish for s in chosen if s.finish is not None), None)
+    if gives_views(call.op) and any(recorded) and _some_rank_has_nothing(wanted):
+        local = partial(_make_tracked_view, call.op, local)
     targets, name = _find_result_targets(choice, operands), ""
     for strategy in chosen:
         if strategy.name and strategy.name not in name:
@@ -688,8 +691,17 @@ def _find_local(chosen: Sequence[Strategy], wanted: Sequence[Layout]) -> Callabl
     if_empty = next((s.local_if_empty for s in chosen if s.local_if_empty is not None), None)
     if own is not None or if_empty is None:
         return own
-    empty = any(0 in p for w in wanted for rank in w.ranks for p in w.local_shapes(rank))
-    return if_empty if empty else None
+    return if_empty if _some_rank_has_nothing(wanted) else None
+
+
+def _some_rank_has_nothing(layouts: Sequence[Layout]) -> bool:
+    return any(0 in p for layout in layouts for rank in layout.ranks for p in layout.local_shapes(rank))
+
+
+def _make_tracked_view(op: Any, local: Callable[..., Any] | None, view: LocalView, *args: Any, **kwargs: Any) -> Any:
+    """A view that may be written to: what is computed of it then has second gradients where it has no elements, too."""
+    with track_views(True):
+        return op(*args, **kwargs) if local is None else local(view, *args, **kwargs)
 
 
 def _find_varying_axes(layout: Layout, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, ...]:
