@@ -455,7 +455,7 @@ def test_a_second_push_and_pull_take_few_calls_for_each_tensor(spec: str) -> Non
         return pushes, pulls
 
     (few, little), (many, much) = count(10), count(110)
-    assert (many - few) / 100 <= 6  # 1 ms for 300 tensors is 3 us for each
+    assert (many - few) / 100 <= (3 if spec == "plain" else 5)  # 1 ms for 300 tensors is 3 us for each
     assert much == little
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.base import TensorToSave
@@ -49,9 +49,10 @@ class Leaf:
 
 def make_leaf(name: str, tensor: Tensor, comm: Comm) -> Leaf:
     """A tensor of any known class as a leaf."""
+    kind_of = type(tensor)
     if isinstance(tensor, ShardedTensor):
         layout, held, plain = tensor.sharding, tensor.local_parts, False
-    elif is_dtensor(tensor):
+    elif kind_of is not Tensor and kind_of is not nn.Parameter and is_dtensor(tensor):
         layout, held, plain = *_dtensor_parts(tensor, comm), False
     else:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -67,8 +68,9 @@ def make_leaf(name: str, tensor: Tensor, comm: Comm) -> Leaf:
             f"{name}: it is on ranks {outside[:8]}, which are not among the comm's ranks {list(comm.ranks)[:8]}; "
             "pass a comm that includes all of them"
         )
-    values = tuple(t.detach() if t.requires_grad else t for t in held)
-    return Leaf(name, layout, dtype_of(tensor.dtype), values, plain, tensor)
+    # without a comprehension for one part, which is a call: this runs for each tensor of a push
+    parts = [held[0].detach() if held[0].requires_grad else held[0]] if len(held) == 1 else [t.detach() for t in held]
+    return Leaf(name, layout, dtype_of(tensor.dtype), tuple(parts), plain, tensor)
 
 
 def is_dtensor(tensor: Tensor) -> bool:

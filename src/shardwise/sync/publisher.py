@@ -294,9 +294,9 @@ class Publisher:
             leaves = [make_leaf(name, tensor, self.comm) for name, tensor in tensors_of(self._state).items()]
         except Exception as error:  # all ranks hear of it, whatever it is
             return [], str(error) or type(error).__name__
-        pending = next((leaf for leaf in leaves if leaf.layout.pending is not None), None)
-        if pending is not None:
-            return [], f"{pending.name} has a pending reduction; redistribute it first, then publish"
+        pending = [leaf.name for leaf in leaves if leaf.layout.pending is not None]
+        if pending:
+            return [], f"{pending[0]} has a pending reduction; redistribute it first, then publish"
         kind = type(self._state).__name__
         return (
             leaves,
