@@ -177,6 +177,7 @@ def _measure_on_gpu(sizes: SyncBenchSizes) -> tuple[dict[str, list[float]], list
     torch.cuda.synchronize()
     everyone = gather_values(comm, pickle.dumps(reduce_tensor(whole)).hex(), label="handles")
     pairs: list[tuple[Tensor, Tensor]] = []
+    rebuilt: list[Any] = []
     if not trains:
         near = [r for r in TRAINERS if SERVERS[r // 2] == rank]
         rebuilt = [pickle.loads(bytes.fromhex(everyone[r])) for r in near]
@@ -203,7 +204,9 @@ def _measure_on_gpu(sizes: SyncBenchSizes) -> tuple[dict[str, list[float]], list
         for x in (x.local_tensor() for state in states.values() for x in state.values()):
             assert x[[0, -1], 0].tolist() == [(rank - 4) * 2, (rank - 4) * 2 + 1], "wrong values arrived"
     lines = [] if trains else [each.strip() for each in links["stage"].describe().splitlines() if "reads" in each]
-    dist.barrier()
+    pairs.clear()
+    rebuilt = []
+    dist.barrier()  # nobody has others' memory open any more, before it is freed
     for link in links.values():
         link.close()
     return {name: found[2:] for name, found in spans.items()}, lines

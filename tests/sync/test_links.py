@@ -337,7 +337,7 @@ def test_a_version_that_is_overwritten_while_it_is_read_is_read_again(monkeypatc
             return place(read)
 
         monkeypatch.setattr(link, "_place_of", overwrite)
-        link._sources[0].port.views.clear()
+        link._sources[0].port.copies.clear()
         assert link.pull(0) is None
         assert spoiled and link.version == 0
         assert link.problem is not None and "rank 0: the version was overwritten" in link.problem

@@ -217,7 +217,8 @@ def serve_from_gpu(address: str, folder: str, expandable: bool) -> list[str]:
             step = link.pull(30)
             assert step is not None, link.problem
             for i, (x, moved) in enumerate(zip(parts, (1, 1, 0), strict=True)):
-                assert torch.equal(x.cpu(), whole((300, 200), i)[:, at] + moved * step), (turn, step, i)
+                wanted = whole((300, 200), i).to(x.device)[:, at] + moved * step
+                assert torch.equal(x, wanted), (turn, step, i)
             assert served["small"].tolist() == [1.0] * 7 and served["n"].item() == step
         text = link.describe()
         Path(folder, str(comm.rank)).touch()

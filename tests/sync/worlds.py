@@ -12,6 +12,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise.comm import Comm, LocalComm
+from tests.device import DEVICE
 
 TOKEN = "a-token-of-the-tests"
 LIMIT = 120.0
@@ -31,7 +32,12 @@ def free_address() -> str:
 
 def run_worlds(*worlds: tuple[Callable[..., Any], int]) -> list[list[Any]]:
     """Run several worlds at once, each a function of its comm and its number of ranks; the first error is raised."""
-    with ThreadPoolExecutor(len(worlds)) as pool:
+
+    def start() -> None:
+        if DEVICE != "cpu":
+            torch.set_default_device(DEVICE)  # of this thread
+
+    with ThreadPoolExecutor(len(worlds), initializer=start) as pool:
         jobs = [pool.submit(shardwise.run_local, fn, size, timeout=LIMIT) for fn, size in worlds]
         return [job.result(LIMIT) for job in jobs]
 

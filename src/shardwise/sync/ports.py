@@ -36,7 +36,7 @@ from shardwise.comm.launch import host_store
 from shardwise.comm.protocol import Capabilities
 from shardwise.comm.transports.device_memory import OpenedSegments, identify_gpu, segment_memory
 from shardwise.sync.session import Channel, Message
-from shardwise.sync.slots import MappedSlot
+from shardwise.sync.slots import CopiesByAddress, MappedSlot
 
 _SEND_BYTES = 4 << 20
 _ALIGNMENT = 16
@@ -95,8 +95,7 @@ class MappedSlots:
         self._channel, self._device = channel, device
         self._slots: dict[int, MappedSlot] = {}
         self._opened: OpenedSegments | None = None
-        self.views: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        """By slot destinations and sources of copies."""
+        self.copies = CopiesByAddress()
 
     def find(self, number: int, until: float) -> MappedSlot:
         """A slot; raises `PortError` if its memory cannot be opened here."""
@@ -130,7 +129,7 @@ class MappedSlots:
 
     def close(self) -> None:
         """Let go of the slots."""
-        self.views.clear()
+        self.copies.clear()
         self._slots.clear()
         if self._opened is not None:
             with suppress(OSError, RuntimeError):

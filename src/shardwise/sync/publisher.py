@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._text import package_logger
+from shardwise._torch import copy_each
 from shardwise.checkpoint.changes import ChangeLog, Flags, Union, compare, encode_changes
 from shardwise.checkpoint.digests import sum_box
 from shardwise.checkpoint.state import Leaf, agree_on_state, flatten_state, make_leaf, torch_dtype
@@ -49,7 +50,7 @@ from shardwise.sync.session import (
     is_loopback,
     write_token,
 )
-from shardwise.sync.slots import HEADER_BYTES, VersionSlot, copy_all
+from shardwise.sync.slots import HEADER_BYTES, CopiesByAddress, VersionSlot
 from shardwise.tensor.move import format_layout_text
 
 _log = package_logger(__name__)
@@ -218,6 +219,7 @@ class Publisher:
         self._lead = comm.rank == comm.ranks[0]
         self._desk = _Desk(self.deadline)
         self._slots: dict[int, VersionSlot] = {}
+        self._copies = CopiesByAddress()
         self._last: tuple[int, int] | None = None  # slot and number of the version before
         self._places: list[_Place] = []
         self._changes: ChangeLog | None = None
@@ -556,6 +558,7 @@ class Publisher:
         failures = {r: f for r, f in gather_values(self.comm, failure, label="sync push: written").items() if f}
         if failures:
             slot = None if new_slot is None else self._slots.pop(new_slot, None)
+            self._copies.clear()
             if slot is not None:
                 slot.close()
             raise SyncError(
@@ -644,7 +647,10 @@ class Publisher:
             for part, piece, place in zip(parts, pieces, self._places, strict=True)
         ]
         if self._changes is None or before is None:
-            copy_all(pieces, parts)
+            if slot.on_device is None:
+                copy_each(pieces, parts)
+            else:
+                self._copies.find(number, parts, lambda: (pieces, parts))()
         else:
             for at, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
                 old = piece.clone() if before is slot else self._pieces_of(before)[at]

@@ -17,20 +17,20 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise._torch import copy_each
 from shardwise.comm.transports.device_memory import (
     SharedSegments,
     identify_process,
     segment_memory,
 )
-from shardwise.comm.transports.kernels import copy_boxes
+from shardwise.comm.transports.kernels import RepeatedCopy
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 
@@ -173,15 +173,29 @@ class MappedSlot(_Slot):
         self._words = np.frombuffer(mapped, np.int64, HEADER_BYTES // 8)
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, and return when a GPU has done so."""
-    devices = {t.device for t in (*targets[:1], *sources[:1]) if t.device.type == "cuda"}
-    if not devices:
-        copy_each(targets, sources)
-        return
-    copy_boxes(list(zip(targets, sources, strict=True)))
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
+class CopiesByAddress:
+    """Copies between views of the same memory, as long as its tensors stay where they are."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, RepeatedCopy] = {}
+
+    def find(self, number: int, tensors: Sequence[Tensor], make: Callable[[], Pairs]) -> RepeatedCopy:
+        """The copies of a slot from or to these tensors; `make` lists targets and sources."""
+        key = number, *[(x.data_ptr(), x.stride()) for x in tensors]
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _KEPT_COPIES:
+                self._known.clear()
+            found = self._known[key] = RepeatedCopy(*make())
+        return found
+
+    def clear(self) -> None:
+        """Forget them, and the memory that they would read."""
+        self._known.clear()
+
+
+Pairs: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]
+_KEPT_COPIES = 4  # two slots, and two sets of memory that are swapped
 
 
 def tensor_of_map(mapped: mmap.mmap) -> Tensor:

@@ -75,7 +75,7 @@ from shardwise.sync.session import (
     connect,
     read_token,
 )
-from shardwise.sync.slots import MappedSlot, copy_all
+from shardwise.sync.slots import MappedSlot
 
 _log = package_logger(__name__)
 _RETRY_SECONDS = 0.1
@@ -518,13 +518,13 @@ class Subscriber:
             source = self._sources[rank] = self._open(rank, until)
         mapped = self._find_mapped(rank, source, slot, until)
         if mapped is not None and isinstance(source.port, MappedSlots):
-            pairs = source.port.views.get(slot)
-            if pairs is None:
-                pairs = [self._place_of(r) for r in own], [r.view(mapped.memory)[r.widen] for r in own]
-                source.port.views[slot] = pairs
+            tensors, memory = [self._staging[r.target][r.part] for r in own], mapped.memory
+            copy = source.port.copies.find(
+                slot, tensors, lambda: ([self._place_of(r) for r in own], [r.view(memory)[r.widen] for r in own])
+            )
             _check_whole(mapped.wait_whole(generation, until))
             with torch.no_grad():
-                copy_all(*pairs)
+                copy()
             _check_whole(mapped.generation == generation)
             self.read_bytes += nbytes
             return False
@@ -671,9 +671,6 @@ class Subscriber:
                 return
             for target, part in zip(targets, staged, strict=True):
                 target.data, part.data = part.data, target.data
-        for source in self._sources.values():
-            if isinstance(source.port, MappedSlots):
-                source.port.views.clear()  # they lead into memory that is served now
 
     def verify(self) -> Verification:
         """Compare digests of the tensors here with those of the version that was pushed; all ranks call it.

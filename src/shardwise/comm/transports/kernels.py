@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shardwise._text import package_logger
+from shardwise._torch import copy_each
 from shardwise.comm.protocol import ReduceOp
 
 _log = package_logger(__name__)
@@ -236,8 +237,49 @@ def copy_boxes(pairs: Sequence[BoxPair]) -> None:
         copy_box(target, source)
 
 
+class RepeatedCopy:
+    """The same copies again and again; what one launch does of them is found out once.
+
+    >>> target, source = torch.zeros(2), torch.arange(2.0)
+    >>> copy = RepeatedCopy([target], [source])
+    >>> copy()
+    >>> target.tolist()
+    [0.0, 1.0]
+    """
+
+    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        self.targets, self.sources = list(targets), list(sources)
+        pairs = list(zip(self.targets, self.sources, strict=True))
+        self._devices = {t.device for pair in pairs for t in pair if t.device.type == "cuda"}
+        self._rows: list[BoxRow] = []
+        self._rest: list[BoxPair] = pairs
+        if len(self._devices) == 1 and COPY_KERNEL.find() is not None:
+            self._rows, self._rest = _find_rows(pairs)
+
+    def __call__(self) -> None:
+        """Copy, and return when a GPU has done so."""
+        if not self._devices:
+            copy_each(self.targets, self.sources)
+            return
+        if self._rows and not _launch_rows(self._rows, next(iter(self._devices))):
+            if not self.targets:
+                raise RuntimeError("copies that were launched before cannot be launched any more")
+            self._rows, self._rest = [], list(zip(self.targets, self.sources, strict=True))
+        self.targets, self.sources = [], []  # memory that others move is not kept alive by its address
+        for target, source in self._rest:
+            copy_box(target, source)
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
 def _launch_fitting(pairs: Sequence[BoxPair]) -> list[BoxPair]:
     """Copy the boxes that one launch can take; return the others."""
+    rows, rest = _find_rows(pairs)
+    return rest if not rows or _launch_rows(rows, pairs[0][0].device) else list(pairs)
+
+
+def _find_rows(pairs: Sequence[BoxPair]) -> tuple[list[BoxRow], list[BoxPair]]:
+    """The boxes that one launch can take, as rows of its table, and the others."""
     rows, rest = [], []
     device = pairs[0][0].device
     for pair in pairs:
@@ -248,14 +290,17 @@ def _launch_fitting(pairs: Sequence[BoxPair]) -> list[BoxPair]:
             rest.append(pair)
         else:
             rows.append(row)
-    if not rows:
-        return rest
+    return rows, rest
+
+
+def _launch_rows(rows: Sequence[BoxRow], device: torch.device) -> bool:
+    """Copy boxes in one launch; whether that was done."""
     try:
         copy_rows(rows, device)
     except Exception as error:  # Triton needs a compiler of the system, and more that may be missing
         COPY_KERNEL.disable(error)
-        return list(pairs)
-    return rest
+        return False
+    return True
 
 
 def copy_box(target: Tensor, source: Tensor) -> None:
