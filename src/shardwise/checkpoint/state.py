@@ -37,7 +37,10 @@ from shardwise.tensor.move import replicated_layout, single_rank_layout
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Leaf:
-    """A tensor of the state. `plain`: no sharded tensor; all ranks that have it hold the same values."""
+    """A tensor of the state. `plain`: no sharded tensor; all ranks that have it hold the same values.
+
+    `held` are its local tensors themselves, `locals` the same without gradients.
+    """
 
     name: str
     layout: Layout
@@ -45,6 +48,7 @@ class Leaf:
     locals: tuple[Tensor, ...]
     plain: bool
     tensor: Tensor
+    held: tuple[Tensor, ...]
 
 
 def make_leaf(name: str, tensor: Tensor, comm: Comm) -> Leaf:
@@ -70,7 +74,7 @@ def make_leaf(name: str, tensor: Tensor, comm: Comm) -> Leaf:
         )
     # without a comprehension for one part, which is a call: this runs for each tensor of a push
     parts = [held[0].detach() if held[0].requires_grad else held[0]] if len(held) == 1 else [t.detach() for t in held]
-    return Leaf(name, layout, dtype_of(tensor.dtype), tuple(parts), plain, tensor)
+    return Leaf(name, layout, dtype_of(tensor.dtype), tuple(parts), plain, tensor, tuple(held))
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -214,6 +214,7 @@ class Publisher:
         """The step of the newest version."""
         self.problem: str | None = None
         """Why this rank's part of the newest version was dropped, if it was; only after `push(wait=False)`."""
+        self._pushing = threading.Lock()
         self._writing: threading.Thread | None = None
         self._hook: Any = None
         self._lead = comm.rank == comm.ranks[0]
@@ -490,6 +491,10 @@ class Publisher:
         every `step()` of an optimizer of torch waits until they are; call `guard()` before you change them otherwise.
         A version whose weights were written to while they were copied is dropped, and `problem` says so.
         """
+        with self._pushing:  # by one thread at a time
+            self._push(step, wait)
+
+    def _push(self, step: int, wait: bool) -> None:
         self.guard()
         problem = self._problem_of(step)
         leaves, wrong = self._leaves()

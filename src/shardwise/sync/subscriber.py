@@ -19,9 +19,10 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -168,6 +169,7 @@ class Subscriber:
         self._names, self._after, self._verify = options["names"], options["after"], options["verify"]
         self._lead = comm.rank == comm.ranks[0]
         self._host = identify_host() or f"alone-{comm.rank}"
+        self._using = threading.Lock()
         self._incarnation = secrets.token_hex(16)
         self._control: Channel | None = None
         self._sources: dict[int, _Source] = {}
@@ -212,7 +214,9 @@ class Subscriber:
             leaf = make_leaf(name, tensor, self.comm)
             if leaf.layout.pending is not None:
                 raise ValueError(f"{name} has a pending reduction; redistribute it first")
-            wanted.append(Wanted(name, leaf.layout, torch_dtype(leaf.dtype), leaf.locals, leaf.plain))
+            if any(n > 1 and not s for part in leaf.held for n, s in zip(part.shape, part.stride(), strict=True)):
+                raise ValueError(f"{name} has elements that share memory; pass a tensor of its own, x.clone()")
+            wanted.append(Wanted(name, leaf.layout, torch_dtype(leaf.dtype), leaf.held, leaf.plain))
         if not wanted:
             raise ValueError(
                 f"there are no tensors to fill in a {type(state).__name__}; pass a module or a nested dict of tensors"
@@ -239,10 +243,10 @@ class Subscriber:
                     "shardwise.sync.publish there, or pass a longer deadline="
                 )
 
-    def _share(self, label: str, said: Mapping[str, Any]) -> Message:
-        """What the lead says, on all ranks."""
+    def _share(self, label: str, said: Mapping[str, Any], **alike: object) -> Message:
+        """What the lead says, on all ranks; arguments must be alike on all of them."""
         text = json.dumps(said) if self._lead else ""
-        received = agree(self.comm, {}, label=label, payload=text.encode())
+        received = agree(self.comm, alike, label=label, payload=text.encode())
         found: Message = json.loads(received[self.comm.ranks[0]])
         return found
 
@@ -329,6 +333,9 @@ class Subscriber:
             for each in plan.quantized
         }
         self._published, self._plan = published, plan
+        self._targets = [part for want in self._wanted for part in want.parts]
+        self._forms = [(part.shape, part.dtype) for part in self._targets]
+        self._infers = any(part.is_inference() for part in self._targets)
 
     def _share_reads(self) -> None:
         """Let ranks of this host that need the same of other hosts read it once."""
@@ -359,14 +366,16 @@ class Subscriber:
         """
         if self.state == "closed":
             raise SyncError(f"{self._where}: the link is closed")
-        agree(self.comm, {"timeout": timeout}, label="sync pull")
-        until = time.monotonic() + (self.deadline if timeout is None else timeout)
+        with self._using:  # by one thread at a time
+            return self._pull(timeout, time.monotonic() + (self.deadline if timeout is None else timeout))
+
+    def _pull(self, timeout: float | None, until: float) -> int | None:
         while True:
             said: Message = {}
             if self._lead:
                 said = self._look(until)
                 said["last"] = time.monotonic() >= until
-            found = self._share("sync pull: look", said)
+            found = self._share("sync pull: look", said, timeout=timeout)
             if "description" in found:
                 try:
                     self._adopt(found)
@@ -403,7 +412,7 @@ class Subscriber:
         try:
             self._control.send(message, until)
             return self._control.receive(until)
-        except OSError:
+        except BaseException:  # of Ctrl-C, too
             self._drop_control()  # an answer that comes late must not be taken for that of the next question
             raise
 
@@ -414,17 +423,20 @@ class Subscriber:
         if broken:
             self.state, self.version = "broken", None
         try:
-            in_part = self._read(slot, 2 * seq)
+            self._check_forms()
+            with self._writing():
+                in_part = self._read(slot, 2 * seq)
         except Exception as error:  # all ranks hear of it, whatever it is
             problem = str(error) or type(error).__name__
         self._pass_on()
         try:
             if problem is None:
-                self._complete(seq)
-                if (in_part if self._verify is None else self._verify) and (
-                    wrong := self._compare(slot, 2 * seq, self._staging)
-                ):
-                    problem, self._staged = f"what was read is not what was pushed: {'; '.join(wrong[:4])}", 0
+                with self._writing():
+                    self._complete(seq)
+                    compares = in_part if self._verify is None else self._verify
+                    different = self._compare(slot, 2 * seq, self._staging) if compares else []
+                if different:
+                    problem, self._staged = f"what was read is not what was pushed: {'; '.join(different[:4])}", 0
         except Exception as error:
             problem = str(error) or type(error).__name__
         found = gather_values(self.comm, problem, label="sync pull: read")
@@ -449,6 +461,22 @@ class Subscriber:
             self._after(step)
         return True
 
+    def _check_forms(self) -> None:
+        """Raise if a local tensor is not what it was when the link was made."""
+        if [(part.shape, part.dtype) for part in self._targets] == self._forms:
+            return
+        names = [want.name for want in self._wanted for _ in want.parts]
+        for part, known, name in zip(self._targets, self._forms, names, strict=True):
+            if (part.shape, part.dtype) != known:
+                raise SyncError(
+                    f"{name} is {part.dtype} of {list(part.shape)} now, and was {known[1]} of {list(known[0])}; "
+                    "subscribe again after shapes or types change"
+                )
+
+    def _writing(self) -> AbstractContextManager[object]:
+        """Where served tensors may be written to; those of inference mode may be in that mode alone."""
+        return torch.inference_mode() if self._infers else torch.no_grad()
+
     def _read(self, slot: int, generation: int) -> bool:
         """Read what this rank reads itself; whether only changes of something were read."""
         until = time.monotonic() + self._patience
@@ -458,10 +486,12 @@ class Subscriber:
         for rank, reads in self._plan.reads.items():
             try:
                 in_part |= self._read_from(rank, reads, slot, generation, since, until)
-            except Exception as error:
+            except BaseException as error:
                 source = self._sources.pop(rank, None)
                 if source is not None:
                     source.close()
+                if not isinstance(error, Exception):
+                    raise
                 text = str(error) or type(error).__name__
                 if source is not None and source.port.name != SOCKETS and not isinstance(error, _StaleError):
                     self._leave_out(rank, source.port.name, text)
@@ -663,13 +693,12 @@ class Subscriber:
         """Take over what has been read; nothing is sent, so that no other rank can spoil it."""
         if self.apply == "in_place":
             return
-        targets = [part for want in self._wanted for part in want.parts]
         staged = [part for parts in self._staging for part in parts]
-        with torch.no_grad():
+        with self._writing():
             if self.apply == "stage":
-                copy_each(targets, staged)
+                copy_each(self._targets, staged)
                 return
-            for target, part in zip(targets, staged, strict=True):
+            for target, part in zip(self._targets, staged, strict=True):
                 target.data, part.data = part.data, target.data
 
     def verify(self) -> Verification:
@@ -677,6 +706,10 @@ class Subscriber:
 
         Raises `SyncError` if the publisher does not keep that version any more: pull, then verify.
         """
+        with self._using:
+            return self._verify_served()
+
+    def _verify_served(self) -> Verification:
         self.check()
         said: Message = {}
         if self._lead:
@@ -767,6 +800,8 @@ class Subscriber:
 
     def check(self) -> None:
         """Raise unless the tensors are those of one version."""
+        if self.state == "closed":
+            raise SyncError(f"{self._where}: the link is closed")
         if self.version is None:
             raise SyncError(
                 f"{self._where}: the tensors are not those of one version, state {self.state!r}; pull first"
