@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from typing import Any
 
 import pytest
@@ -131,6 +131,42 @@ def test_second_derivatives_of_a_pending_average() -> None:
         return torch.allclose(grad.full(), 3 * whole**2), torch.allclose(second.full(), 6 * whole)
 
     assert run_local(body, 2) == [(True, True)] * 2
+
+
+FORMULAS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a bias beside a pending sum": lambda h, w, b: (torch.tanh(torch.nn.functional.linear(h, w, b)) ** 2).sum(),
+    "a bias of a norm": lambda h, w, b: (torch.nn.functional.layer_norm(h @ w, (4,), b) ** 3).sum(),
+    "a bias beside sums": lambda h, w, b: ((h.sum(1, keepdim=True) * w.sum(0) + b) ** 2).mean(),
+}
+
+
+def both_derivatives(function: Callable[..., Tensor], *given: Any) -> list[Tensor]:
+    """Gradients, and the gradients of the sum of their squares."""
+    leaves = [t.detach().requires_grad_() for t in given]
+    grads = torch.autograd.grad(function(*leaves), leaves, create_graph=True)
+    return [*grads, *torch.autograd.grad(sum((g * g).sum() for g in grads), leaves)]
+
+
+def test_second_derivatives_where_one_axis_has_addends_and_another_copies() -> None:
+    """In one world, so that moves between the same layouts are remembered for one another."""
+    mesh, (row, column, copy) = Mesh.of(dp=2, tp=2), (Shard(0), Shard(1), Replicate())
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 4), (4, 4), (4,))]
+    inputs = [(row, column), (copy, row), (column, row), (row, copy)]
+    weights = [(row, column), (copy, column), (copy, row)]
+    biases = [(copy, copy), (copy, row), (copy, Partial("sum"))]
+
+    def body(comm: Comm) -> None:
+        for name, function in FORMULAS.items():
+            expected = both_derivatives(function, *whole)
+            for h, w, b in product(inputs, weights, biases):
+                given = [shard(t, MeshSpec(mesh, at)) for t, at in zip(whole, (h, w, (copy, copy)), strict=True)]
+                given[2] = given[2].redistribute(MeshSpec(mesh, b))
+                for found, wanted in zip(both_derivatives(function, *given), expected, strict=True):
+                    assert isinstance(found, ShardedTensor)
+                    assert torch.allclose(found.full(), wanted), (name, h, w, b)
+
+    run_local(body, 4)
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3)], ids=str)

@@ -802,18 +802,22 @@ def vary_along(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Te
 
 
 def _record_varying(tensor: ShardedTensor, local: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
-    src, dst = _pending_layout(layout, axes), dual_layout(layout)
+    src, dst, addends = _pending_layout(layout, axes), dual_layout(layout), layout.pending is not None
     source: ShardedTensor | None = tensor.__dict__.get(_SOURCE)
     before, comm, dtype = tensor if source is None else source, tensor.comm, tensor.dtype
     if is_dual_level() or before.sharding.pending is not None or (source is None and not is_cast(tensor)):
         return with_moved_gradient(Move.of(src, dst, comm, dtype, "gradient of a replicated tensor", limit=None), local)
-    label, scale, out_dtype = "gradient of a replicated tensor", (1, 1), None
+    label, scale, out_dtype, forward = "gradient of a replicated tensor", (1, 1), None, None
     if source is not None:
-        back = Move.of(source.sharding, layout, comm, dtype, "parameter", limit=None).dual
-        label, scale, dst = MOVED_GRADIENT, back.scale, back.dst
+        forward = Move.of(source.sharding, layout, comm, dtype, "parameter", limit=None)
+        # Of its own label: between the same layouts, the gradient of what is no addend moves back in another manner.
+        label = f"{MOVED_GRADIENT}, of addends" if addends else MOVED_GRADIENT
+        scale, dst = forward.dual.scale, forward.dual.dst
     if is_cast(before) and (parameter := find_parameter(before)) is not None:  # the cast is part of the move
         before, out_dtype = parameter, parameter.dtype
     move = Move.of(src, dst, comm, dtype, label, limit=None, scale=scale, out_dtype=out_dtype)
+    if forward is not None and addends:
+        move.__dict__["dual"] = forward  # what comes back to the gradient of addends are addends
     return _MoveAndVary.apply(move, local.detach(), *before._tape_tensors())  # type: ignore[no-untyped-call, no-any-return]
 
 

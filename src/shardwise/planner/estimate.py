@@ -415,7 +415,8 @@ def lay_out_eager(rehearsal: Rehearsal, moves: PricedMoves, device: Device) -> S
         for m, p in zip(sent, prices, strict=True)
     ]
     beside = [
-        big and m.record.label == MOVED_GRADIENT and may_go_beside(m.record) for m, big in zip(sent, large, strict=True)
+        big and m.record.label.startswith(MOVED_GRADIENT) and may_go_beside(m.record)
+        for m, big in zip(sent, large, strict=True)
     ]
     ahead = [number for number, m in enumerate(sent) if large[number] and m.gathers]
     following = {a: b for a, b in itertools.pairwise(ahead) if sent[a].backward is sent[b].backward}
