@@ -12,7 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import Comm, Mesh, ModelPlan, PlanError, ShardedTensor, parse_spec, run_local, shard, shard_module
+from shardwise import (
+    Comm,
+    LayoutError,
+    Mesh,
+    ModelPlan,
+    PlanError,
+    ShardedTensor,
+    parse_spec,
+    run_local,
+    shard,
+    shard_module,
+)
 from tests.device import DEVICE
 
 WORDS, WIDTH, HEADS = 13, 8, 4
@@ -215,3 +226,49 @@ def test_rows_of_a_plain_tensor_that_a_model_fills_are_those_of_the_rank_and_hav
     for rank, (found, grads) in enumerate(run_local(body, 2)):
         assert_close(found, expected[2 * rank : 2 * rank + 2].detach())
         assert_close(grads, [p.grad for p in dense.parameters()])
+
+
+class Scaled(nn.Module):
+    """Rows, and a number that is made of a parameter alone, as those who train with images and texts return it."""
+
+    def __init__(self, rows: bool) -> None:
+        super().__init__()
+        self.layer, self.scale, self.rows = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.5)), rows
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = self.scale.exp()
+        return self.layer(x), scale.expand(len(x)) if self.rows else scale
+
+
+def loss_of_rows(model: nn.Module, x: Tensor, parts: int) -> Tensor:
+    values, scale = model(x)
+    loss: Tensor = (values * scale.unsqueeze(-1)).square().sum(1).mean() / parts
+    return loss
+
+
+@pytest.mark.parametrize("axis", ["dp", "fsdp"])
+def test_what_is_made_of_parameters_alone_has_one_gradient_or_is_refused(axis: str) -> None:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    start = {rows: Scaled(rows) for rows in (True, False)}
+    dense = {rows: copy.deepcopy(model) for rows, model in start.items()}
+    for model in dense.values():
+        loss_of_rows(model, x, 1).backward()
+    mesh = Mesh.of(**{axis: 2})
+    weights = "S(0)" if axis == "fsdp" else "R"
+    plan = ModelPlan(mesh, {"*.weight": weights, "*.bias": "R", "scale": "R"}, input_plan="S(0)", output_plan="plain")
+
+    def body(comm: Comm) -> str:
+        mine = x[2 * comm.rank :][:2]
+        with_rows = shard_module(copy.deepcopy(start[True]), plan)
+        loss_of_rows(with_rows, mine, 2).backward()
+        for own, whole in zip(with_rows.parameters(), dense[True].parameters(), strict=True):
+            assert isinstance(own.grad, ShardedTensor)
+            assert_close(own.grad.full(), whole.grad)
+        without = shard_module(copy.deepcopy(start[False]), plan)
+        without(mine)[1].square().backward()  # the same on all ranks
+        with pytest.raises(LayoutError) as raised:
+            loss_of_rows(without, mine, 2).backward()
+        return str(raised.value)
+
+    for text in run_local(body, 2):
+        assert text.startswith("the ranks have other gradients for an output of shape () that is made of parameters al")

@@ -113,9 +113,42 @@ def _take_rows(value: Any, mesh: Mesh, splits: BatchSplits, comm: Comm) -> Any:
         value = wrap(whole.layout(tuple(value.shape)), (value,), comm)  # made by the model, of all rows
     spec = split if split is not None else whole
     local: Tensor = value.redistribute(spec).local_tensor()
+    if split is None and splits and local.requires_grad and value.sharding.pending is None and _is_of_parameters(local):
+        local = local.view_as(local)
+        local.register_hook(lambda grad: _check_equal_gradients(grad, comm))  # type: ignore[no-untyped-call]  # in torch
     return local
 
 
+def _is_of_parameters(value: Tensor) -> bool:
+    """Whether a value is made of parameters alone, in a few steps, without anything that the batch went into."""
+    seen: set[Any] = set()
+    left: list[Any] = [value.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        move = getattr(node, "move", getattr(node, "back", None))  # of ours, that sums: values or gradients of rows
+        if len(seen) > _FEW_STEPS or (move is not None and move.src.pending is not None):
+            return False
+        left += [before for before, _ in node.next_functions]
+    return True
+
+
+def _check_equal_gradients(grad: Tensor, comm: Comm) -> None:
+    """Raise where ranks have other gradients for one value: each is of its own rows, and nothing sums them."""
+    own = [float(grad.detach().double().sum()), float(grad.detach().double().norm())]
+    every = gather_values(comm, own, label="gradient of an output without rows").values()
+    size = max(abs(number) for numbers in every for number in numbers)
+    if any(abs(a - b) > 1e-4 * size for numbers in every for a, b in zip(numbers, own, strict=True)):
+        raise LayoutError(
+            f"the ranks have other gradients for an output of shape {tuple(grad.shape)} that is made of parameters "
+            "alone: each computed with its own rows, so its parameters would differ between ranks; return it with "
+            "the rows of the batch, as value.expand(len(x), *value.shape), or compute the loss in the model"
+        )
+
+
+_FEW_STEPS = 32
 _input_scopes: ContextVar[tuple[InputScope, ...]] = ContextVar("shardwise_inputs", default=())
 _whole_batch: ContextVar[bool] = ContextVar("shardwise_whole_batch", default=False)
 
