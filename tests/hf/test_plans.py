@@ -340,3 +340,31 @@ class Captions(nn.Module):
 def test_inputs_that_a_model_names_are_made_where_the_main_one_is_not_enough() -> None:
     made = shardwise.hf.plan(Captions(), TP)
     assert made.parameters["down.weight"] == "tp: S(1)" and made.parameters["up.*"] == "tp: S(0)"
+
+
+class Balanced(nn.Module):
+    """Experts that pick their rows by values, and a loss of balance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 2, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shares, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            out = out.index_add(0, rows, expert(x[rows]) * shares[rows, None])
+        return x + out, (shares * shares).sum() * 4
+
+
+@pytest.mark.parametrize("example", [torch.ones(3, 4), (torch.ones(3, 4),), {"x": torch.ones(3, 4)}])
+def test_an_example_with_values_shows_experts_that_pick_their_rows(example: Any) -> None:
+    made = shardwise.hf.plan(Balanced(), TP, example).parameters
+    assert [made[f"experts.{{0,1}}.{layer}.weight"] for layer in (0, 2)] == ["tp: S(0)", "tp: S(1)"]
+
+
+def test_an_example_that_fails_is_named() -> None:
+    with pytest.raises(PlanError, match=r"Balanced has no tp_plan, and a forward pass fails: .*; correct example=, or"):
+        shardwise.hf.plan(Balanced(), TP, torch.ones(3, 5))

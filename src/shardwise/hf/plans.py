@@ -280,7 +280,7 @@ class _OriginMode(TorchFunctionMode):
     def _note_shapes(self, func: Any, given: Tensor, made: list[Tensor], origin: frozenset[str]) -> None:
         first = tuple(made[0].shape)
         for name in origin:
-            cut = len(first) == given.ndim and first[:-1] == given.shape[:-1] and first[-1] != given.shape[-1]
+            cut = 0 < len(first) == given.ndim and first[:-1] == given.shape[:-1] and first[-1] != given.shape[-1]
             cut = cut and given.shape[-1] == self.found.widths.get(name)  # not halves of heads, which come later
             if cut and func in _SPLITS:
                 self.found.groups.setdefault(name, tuple(int(m.shape[-1]) for m in made))
@@ -324,14 +324,13 @@ _AXES = (TENSOR_AXIS, EXPERT_AXIS, *DATA_AXES, SEQUENCE_AXIS)
 
 
 @public
-def plan(
-    model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None = None, *, sequence_parallel: bool = False
-) -> ModelPlan:
+def plan(model: nn.Module, mesh: Mesh, example: Any = None, *, sequence_parallel: bool = False) -> ModelPlan:
     """The plan of a model for a mesh with the axes tp, ep, dp, fsdp, cp and pp (some of them); print it to edit it.
 
     A model without a `tp_plan` of its own is followed through one forward pass without values; `example` has the
-    arguments of that pass, where they cannot be made from the model's config. With `sequence_parallel` what is between
-    the layers that `tp` splits is split along the sequence: as many bytes are sent, and 1/tp of it is held.
+    arguments of that pass, by name or in their order, where they cannot be made from the model's config. With
+    `sequence_parallel` what is between the layers that `tp` splits is split along the sequence: as many bytes are
+    sent, and 1/tp of it is held.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -350,6 +349,9 @@ def plan(
     >>> plan(Block(), Mesh.of(fsdp=2, tp=2), {"x": torch.ones(1, 4)}).parameters["up.weight"]
     'fsdp: S(1), tp: S(0)'
     """
+    if example is not None and not isinstance(example, Mapping):
+        values = example if isinstance(example, tuple | list) else (example,)
+        example = dict(zip(inspect.signature(model.forward).parameters, values, strict=False))
     if STAGE_AXIS in mesh.axes:
         rest = [axis for axis in mesh.axes if axis != STAGE_AXIS]
         made = ModelPlan(mesh, {}, input_plan=REPLICATED, output_plan=PLAIN, stages=BALANCED)
@@ -568,7 +570,7 @@ def _find_experts(model: nn.Module) -> dict[str, Tensor]:
 def _follow_structure(model: nn.Module, ranks: int, example: Mapping[str, Any] | None) -> dict[str, str]:
     """Columns and rows as a forward pass meets them; tables of the vocabulary by rows."""
     examples = [make_example(model), make_example(model, all_inputs=True)] if example is None else [example]
-    pairs = _run_without_values(model, examples)
+    pairs = _run_without_values(model, examples, asked=example is None)
     modules, vocabulary = dict(model.named_modules()), _find_vocabulary(model)
     for name, part in modules.items():
         if is_linear(part) and id(part.weight) in vocabulary:
@@ -624,8 +626,8 @@ def _try(get: Any) -> Any:
         return None
 
 
-def _run_without_values(model: nn.Module, examples: Sequence[Mapping[str, Any]]) -> LinearPairs:
-    """Follow a forward pass with the first of these arguments that work."""
+def _run_without_values(model: nn.Module, examples: Sequence[Mapping[str, Any]], *, asked: bool) -> LinearPairs:
+    """Follow a forward pass with the first of these arguments that work; `asked`: they are made from the config."""
     device, errors = next((p.device for p in model.parameters()), torch.device("meta")), []
     for example in examples:
         try:
@@ -633,11 +635,14 @@ def _run_without_values(model: nn.Module, examples: Sequence[Mapping[str, Any]])
         except Exception as error:  # of any kind: that of the pass without values says more than others
             errors.append(error)
             if device.type != "meta":
-                with suppress(Exception):
+                try:
                     return find_linear_pairs(model, example, device)
+                except Exception as with_values:
+                    errors[-1] = error if asked else with_values
+    advice = "pass example=, the arguments of one forward pass, or write" if asked else "correct example=, or write"
+    how = "without values " if asked or device.type == "meta" else ""
     raise PlanError(
-        f"{type(model).__name__} has no tp_plan, and a forward pass without values fails: {errors[0]}; pass "
-        "example=, the arguments of one forward pass, or write a ModelPlan"
+        f"{type(model).__name__} has no tp_plan, and a forward pass {how}fails: {errors[0]}; {advice} a ModelPlan"
     ) from errors[0]
 
 
