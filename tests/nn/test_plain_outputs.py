@@ -272,3 +272,43 @@ def test_what_is_made_of_parameters_alone_has_one_gradient_or_is_refused(axis: s
 
     for text in run_local(body, 2):
         assert text.startswith("the ranks have other gradients for an output of shape () that is made of parameters al")
+
+
+class Recurrent(nn.Module):
+    """States of layers, whose dim 0 are no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.LSTM(4, 4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, h: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        y, h = self.layers(x, h)
+        return self.head(y), h
+
+
+def train_in_pieces(model: nn.Module, x: Tensor, parts: int) -> dict[str, Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    h = None
+    for piece in x.split(2, 1):
+        y, h = model(piece, h)
+        h = tuple(state.detach() for state in h)
+        (y.square().sum((1, 2)).mean() / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.full() if isinstance(p, ShardedTensor) else p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("rows", ["x", "**"])
+def test_states_that_are_whole_on_every_rank_leave_the_rows_of_the_batch_to_others(rows: str) -> None:
+    x, start = torch.randn(6, 6, 4, generator=torch.Generator().manual_seed(0)), Recurrent()
+    expected = train_in_pieces(copy.deepcopy(start), x, 1)
+    plan = ModelPlan(Mesh.of(dp=2), {"**": "R"}, input_plan={rows: "dp: S(0)", "h": "R"}, output_plan="plain")
+
+    def body(comm: Comm) -> dict[str, Tensor]:
+        model = shard_module(copy.deepcopy(start), plan)
+        mine, weights = x[3 * comm.rank :][:3], torch.zeros(2, 6, 4)
+        assert model(mine, (weights, weights))[0].shape == (3, 6, 3)
+        return train_in_pieces(model, mine, 2)
+
+    for found in run_local(body, 2):
+        assert_close(found, expected)

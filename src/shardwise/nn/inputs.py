@@ -34,6 +34,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, Token
@@ -77,7 +78,9 @@ def find_batch_splits(tensors: Sequence[Any], placements: Sequence[Placement]) -
     """How the inputs that are split over ranks are split, by their length."""
     if not any(p.is_shard(0) for p in placements):
         return {}
-    placed = [t for t in tensors if isinstance(t, ShardedTensor) and t.ndim > 0]
+    # An input that all ranks have whole (a state of layers first) says nothing about rows, whatever its length.
+    rows = [t for t in tensors if isinstance(t, ShardedTensor) and t.ndim > 0]
+    placed = [t for t in rows if any(p.is_shard(0) for p in t.placements or ())]
     specs = {int(t.shape[0]): t.sharding.spec for t in placed if isinstance(t.sharding.spec, MeshSpec)}
     return {length: MeshSpec(s.mesh, batch_placements(s.placements), s.order) for length, s in specs.items()}
 
@@ -199,7 +202,8 @@ def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None
             named = [own.get(name or "") for name in _names_of_leaves(args, kwargs, order)] if own else ()
             placed = _place_tensors(leaves, plan.mesh, placements, comm, pads, named)
             taken = unflatten_nest(placed, structure)
-        splits = find_batch_splits(placed, placements)
+        named_too = () if placements is replicated else itertools.chain(*by_name.values())
+        splits = find_batch_splits(placed, (*placements, *named_too))
         reading = ExitStack()
         reading.enter_context(plain_as_replicated())
         if plan.attention is not None:
