@@ -317,6 +317,32 @@ def test_a_run_that_never_comes_ends_at_the_deadline(
             assert link.pull(20) == 2
 
 
+@pytest.mark.parametrize("asked", ["a long ring", "a long run"])
+def test_readers_cannot_ask_for_more_memory_than_a_version_takes(asked: str) -> None:
+    weights, served = {"w": torch.ones(1 << 16)}, {"w": torch.zeros(1 << 16)}
+    with publish(weights, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+        trainer.push(1)
+        with subscribe(served, trainer.address, token=TOKEN, transport="sockets") as link:
+            assert link.pull(20) == 1
+            source, until = link._sources[0], time.monotonic() + 20
+            if asked == "a long ring":
+                source.channel.send({"do": "carry", "by": "gloo", "longest": 1 << 40}, until)
+            else:
+                rows = [read.to_json() for read in link._own[0][0]] * 1000
+                source.channel.send({"do": "list", "list": 1, "rows": rows}, until)
+                source.channel.receive(until)
+                request = {"do": "read", "list": 1, "runs": [1000], "slot": 0, "generation": 2, "since": 0}
+                source.channel.send(request, until)
+                assert source.channel.receive(until) == {"whole": True, "delta": False}
+            with pytest.raises(ConnectionError, match="closed"):
+                source.channel.receive(until)
+            weights["w"].fill_(2)
+            trainer.push(2)
+            while link.version != 2:
+                link.pull(20)
+            assert torch.equal(served["w"], weights["w"])
+
+
 def test_the_best_way_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.setattr(ports, "one_sided_names", lambda: ("nixl", "other"))

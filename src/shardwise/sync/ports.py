@@ -20,7 +20,7 @@ import secrets
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -35,6 +35,7 @@ from shardwise._torch import TCPStore, make_pair_group, one_sided_transports
 from shardwise.comm.launch import host_store
 from shardwise.comm.protocol import Capabilities
 from shardwise.comm.transports.device_memory import OpenedSegments, identify_gpu, segment_memory
+from shardwise.sync.plan import AskedRead
 from shardwise.sync.session import Channel, Message
 from shardwise.sync.slots import CopiesByAddress, MappedSlot
 
@@ -190,6 +191,18 @@ def cut_runs(sizes: Sequence[int], longest: int) -> list[int]:
             end = size
         counts[-1] += 1
     return counts
+
+
+def pack_run(rows: Iterable[AskedRead], memory: Tensor, longest: int) -> list[Tensor]:
+    """What a reader has put together in a run, which has at most so many bytes; a single read may have more."""
+    parts: list[Tensor] = []
+    end = 0
+    for row in rows:
+        parts.append(row.packed(memory))
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT + parts[-1].nbytes
+        if len(parts) > 1 and end > longest:
+            raise ConnectionError(f"a reader asks for a run of more than {longest} bytes")
+    return parts
 
 
 def _as_run(parts: Sequence[Tensor], out: Tensor | None, device: torch.device) -> Tensor:

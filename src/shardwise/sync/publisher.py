@@ -40,7 +40,7 @@ from shardwise.comm.transports.device_memory import segment_memory
 from shardwise.comm.transports.links import identify_host
 from shardwise.geometry import Layout, LayoutError
 from shardwise.sync.plan import AskedRead, Published, RankPlace, parse_read, read_description
-from shardwise.sync.ports import Carrier, SocketCarrier, answer_for, first_line
+from shardwise.sync.ports import Carrier, SocketCarrier, answer_for, first_line, pack_run
 from shardwise.sync.session import (
     MAX_DESCRIPTION,
     Channel,
@@ -344,7 +344,7 @@ class Publisher:
                         channel.send({"ok": True}, until)
                     case "carry":
                         carrier.close()
-                        carrier = answer_for(channel, message, self._device, until) or SocketCarrier(channel)
+                        carrier = self._find_carrier(channel, message, until) or SocketCarrier(channel)
                     case "read":
                         self._send_list(channel, carrier, lists[message["list"]], message, until)
                     case "digest":
@@ -353,6 +353,11 @@ class Publisher:
                         raise ConnectionError(f"an unknown request {other!r:.40}")
         finally:
             carrier.close()
+
+    def _find_carrier(self, channel: Channel, asked: Message, until: float) -> Carrier | None:
+        if not 0 < int(asked["longest"]) <= max(self._slot_bytes, 1 << 20):
+            raise ConnectionError(f"a reader asks for runs of {asked['longest']!r:.20} bytes")
+        return answer_for(channel, asked, self._device, until)
 
     def _send_slots(self, channel: Channel, until: float) -> None:
         with self._guard:
@@ -387,7 +392,7 @@ class Publisher:
         at = iter(rows)
         for count in message["runs"]:
             if changes is None:
-                carrier.send([row.packed(slot.memory) for row in islice(at, int(count))], until)
+                carrier.send(pack_run(islice(at, int(count)), slot.memory, carrier.longest), until)
                 continue
             for row in islice(at, int(count)):
                 channel.send_raw(self._encode(slot.memory, row, changes), until)

@@ -666,7 +666,9 @@ class Subscriber:
         """Take the best way that both ends can make."""
         sizes = [read.sent_bytes for read in self._own[rank][0]]
         total = place_in_run(sizes)[1]
-        longest = max([1, *sizes, min(total, self._limit // max(1, len(self._plan.reads)))])
+        assert self._published is not None
+        most = min(self._limit // max(1, len(self._plan.reads)), int(self._published.slot_bytes[rank]))
+        longest = max([1, *sizes, min(total, most)])
         near, left_out = source.channel.is_local, self._left_out.get(rank, {})
         for way in list_ways(self._transport, near, self._device, left_out):
             try:
