@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,9 @@ from torch import nn
 import shardwise
 from shardwise.comm import Comm
 from shardwise.sync import RefusedError, StateMap, SyncError, publish, subscribe
-from tests.sync.worlds import TOKEN, free_address, gathered, laid_out, whole
+from tests.fake_device import FakeDevice
+from tests.sync.test_ports import stand_in
+from tests.sync.worlds import LIMIT, TOKEN, free_address, gathered, laid_out, whole
 
 ANY = "tcp://127.0.0.1:0"
 
@@ -30,34 +34,50 @@ def pair(weights: Any, served: Any, **options: Any) -> tuple[Any, Any]:
     return trainer, link
 
 
+def wait_for(child: int) -> int:
+    """How a forked process has ended; one that hangs is killed."""
+    until = time.monotonic() + LIMIT / 2
+    while True:
+        process, status = os.waitpid(child, os.WNOHANG)
+        if process:
+            return status
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+
+
 def test_another_type_with_deltas_a_late_reader_and_a_trainer_that_comes_back_in_another_layout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shardwise.sync.subscriber.identify_host", lambda: "another host")
     address, value = free_address(), whole((12, 10), 1)
-    met, again, late = threading.Event(), threading.Event(), threading.Event()
+    met, again = threading.Event(), threading.Event()
 
     def train(comm: Comm, spec: str, first: int, go_on: threading.Event) -> None:
-        w = laid_out(value, spec, comm)
+        w, step, done = laid_out(value, spec, comm), first, False
         with publish({"w": w}, address, token=TOKEN, delta=True) as link:
-            step = first
-            while not go_on.is_set() or step < first + 2:
-                w.add_(1) if step > first else None  # type: ignore[func-returns-value]
+            while not done or step < first + 2:
+                if step > first:
+                    w.add_(1)
                 link.push(step)
                 step += 1
                 link.drain(0.05)
-                done = shardwise.comm.gather_values(comm, go_on.is_set(), label="go on")
-                if all(done.values()) and step >= first + 2:
-                    break
+                said = shardwise.comm.gather_values(comm, go_on.is_set(), label="go on")
+                done = all(said.values())  # the same on all ranks
+
+    def pull_until(link: Any, step: int) -> None:
+        until = time.monotonic() + LIMIT / 2
+        while (link.version or 0) < step:
+            told = shardwise.comm.gather_values(link.comm, time.monotonic() < until, label="in time")
+            assert all(told.values()), link.problem
+            link.pull(2)
 
     def serve(comm: Comm) -> list[Any]:
         served = {"w": laid_out(torch.zeros(12, 10, dtype=torch.float64), "on x=2: S(1)", comm)}
         link = subscribe(served, address, token=TOKEN)
-        while (link.version or 0) < 2:
-            link.pull(30)
-        (met if comm.rank == 0 else late).set()
-        while (link.version or 0) < 101:
-            link.pull(5)
+        pull_until(link, 2)
+        met.set()
+        pull_until(link, 101)
         other = {"w": laid_out(torch.zeros(12, 10), "on x=2: S(0)", comm)}
         with subscribe(other, address, token=TOKEN, name="late") as second:
             assert second.pull(30) is not None
@@ -303,26 +323,42 @@ def test_a_pull_that_is_interrupted_at_any_message_is_followed_by_a_right_one(
             assert served["w"].tolist() == [at + 1.0] * 8 and link.verify()
 
 
-def test_a_fork_costs_neither_side_its_link() -> None:
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("ending", ["collected", "closed", "used"])
+def test_a_fork_costs_neither_side_its_link(ending: str) -> None:
     weights, served = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
     trainer = publish(weights, ANY, name="trainer")  # a token of its own, in a file
-    link = subscribe(served, trainer.address)
+    link = subscribe(served, trainer.address, name="server")
     trainer.push(0)
     assert link.pull(30) == 0
     child = os.fork()
     if child == 0:
+        code = 1
         try:
-            import gc
-
-            del link, trainer
-            gc.collect()
+            if ending == "collected":
+                del link, trainer
+                gc.collect()
+                code = 0
+            elif ending == "closed":
+                link.close()
+                trainer.close()
+                code = 0
+            else:
+                with pytest.raises(
+                    SyncError, match="'server' rank 0: the link was made before this process was forked"
+                ):
+                    link.pull(0)
+                with pytest.raises(ValueError, match="'trainer' rank 0: the link was made before this process was"):
+                    trainer.push(1)
+                code = 0
         finally:
-            os._exit(0)
-    os.waitpid(child, 0)
+            os._exit(code)
+    assert wait_for(child) == 0
     with trainer, link:
         weights["w"].fill_(2)
         trainer.push(1)
         assert link.pull(30) == 1 and served["w"].tolist() == [2.0] * 4
+        assert link.problem is None and trainer.removed == []
         with subscribe(served, trainer.address) as other:  # the token is still there
             assert other.pull(30) == 1
 
@@ -415,3 +451,119 @@ def test_a_trainer_that_comes_back_without_a_tensor_is_refused_until_it_has_it()
             link.pull(5)
         assert served["w"].tolist() == [3.0] * 4
     link.close()
+
+
+def test_one_rank_of_a_server_may_read_by_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 cannot open what rank 0 can; both have the same version."""
+    device = FakeDevice()
+    opened = device.open
+
+    def open_on_one(handle: bytes, size: int) -> torch.Tensor:
+        if shardwise.comm.default_comm().rank == 1:
+            raise OSError(217, "peer access is not supported")
+        return opened(handle, size)
+
+    monkeypatch.setattr(device, "open", open_on_one)
+    weights = {"w": whole((8, 6), 3)}
+
+    def serve(comm: Comm) -> tuple[str, torch.Tensor]:
+        served = {"w": laid_out(torch.zeros(8, 6), "on x=2: S(1)", comm)}
+        with subscribe(served, trainer.address, token=TOKEN) as link:
+            assert link.pull(30) == 1, link.problem
+            return link.describe(), gathered(served["w"])
+
+    with stand_in(device, monkeypatch), publish(weights, ANY, token=TOKEN) as trainer:
+        trainer.push(1)
+        found = shardwise.run_local(serve, 2)
+    assert "by memory" in found[0][0] and "by sockets" in found[1][0] and "not by memory" in found[1][0]
+    assert all(torch.equal(w, weights["w"]) for _, w in found)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_reader_that_comes_in_the_middle_sees_whole_versions(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, stop = {"a": torch.zeros(5000), "b": torch.zeros(5000)}, threading.Event()
+    with stand_in(FakeDevice(), monkeypatch), publish(weights, ANY, token=TOKEN, keep="device") as trainer:
+
+        def train() -> None:
+            step = 0
+            while not stop.is_set():
+                step += 1
+                for x in weights.values():
+                    x.fill_(step)
+                trainer.push(step, wait=step % 2 == 0)
+                trainer.guard()
+
+        with ThreadPoolExecutor(1) as pool:
+            training = pool.submit(train)
+            try:
+                for _ in range(3):
+                    served = {"a": torch.zeros(5000), "b": torch.zeros(5000)}
+                    with subscribe(served, trainer.address, token=TOKEN, transport=transport) as link:
+                        for _ in range(10):
+                            step = link.pull(30)
+                            assert step is not None, link.problem
+                            assert all(x.tolist() == [float(step)] * 5000 for x in served.values())
+            finally:
+                stop.set()
+            training.result(60)
+
+
+def test_tensors_without_memory_are_refused_on_both_sides() -> None:
+    weights = {"w": torch.ones(4), "m": torch.ones(2, device="meta")}
+    with pytest.raises(ValueError, match="m: a tensor that is on the meta device"):
+        publish(weights, ANY, token=TOKEN)
+    served = {"w": torch.zeros(4), "m": torch.zeros(2, device="meta")}
+    said = pytest.raises(ValueError, match="m: a tensor that is on the meta device")
+    with publish({"w": torch.ones(4), "m": torch.ones(2)}, ANY, token=TOKEN) as trainer, said:
+        subscribe(served, trainer.address, token=TOKEN)
+
+
+def test_a_pull_that_looks_does_not_wait() -> None:
+    with (
+        publish({"w": torch.ones(4)}, ANY, token=TOKEN) as trainer,
+        subscribe({"w": torch.zeros(4)}, trainer.address, token=TOKEN) as link,
+    ):
+        began = time.monotonic()
+        assert [link.pull(0) for _ in range(20)] == [None] * 20 and time.monotonic() - began < 20
+        assert link.state == "waiting" and link.problem is None
+        with pytest.raises(SyncError, match="not those of one version, state 'waiting'; pull first"):
+            link.verify()
+
+
+def test_another_time_of_day_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines are of the monotonic clock; the two sides never compare clocks."""
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    trainer, link = pair({"w": torch.ones(4)}, {"w": torch.zeros(4)})
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    with trainer, link:
+        trainer.push(1)
+        assert link.pull(30) == 1 and trainer.drain(30) == ["server"]
+
+
+def test_ranks_that_pull_with_other_times_are_an_error_of_both() -> None:
+    def serve(comm: Comm) -> str:
+        with subscribe({"w": laid_out(torch.zeros(4), "on x=2: S(0)", comm)}, trainer.address, token=TOKEN) as link:
+            try:
+                link.pull(float(comm.rank))
+            except ValueError as error:
+                said = str(error)
+            comm.barrier(label="both have said so")
+            assert link.pull(30) == 1
+            return said
+
+    with publish({"w": torch.ones(4)}, ANY, token=TOKEN) as trainer:
+        trainer.push(1)
+        assert all("timeout" in text for text in shardwise.run_local(serve, 2))
+
+
+def test_a_server_reads_two_trainers() -> None:
+    served = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    with publish({"a": torch.ones(2)}, ANY, token=TOKEN) as one, publish({"b": torch.ones(2)}, ANY, token=TOKEN) as two:
+        one.push(1)
+        two.push(2)
+        first = subscribe({"a": served["a"]}, one.address, token=TOKEN)
+        second = subscribe({"b": served["b"]}, two.address, token=TOKEN)
+        assert (first.pull(30), second.pull(30)) == (1, 2)
+        assert all(x.tolist() == [1.0, 1.0] for x in served.values()) and first.verify() and second.verify()
+        first.close()
+        second.close()

@@ -620,6 +620,8 @@ class Publisher:
     def _problem_of(self, step: object) -> str | None:
         if self._listener is None:
             return f"{self._where}: the link is closed"
+        if self._listener.is_inherited:
+            return f"{self._where}: the link was made before this process was forked; publish in one of them only"
         if type(step) is not int:
             return f"{self._where}: a step is an int, got {step!r:.40}"
         return None
@@ -726,7 +728,7 @@ class Publisher:
     def close(self) -> None:
         """Stop publishing; subscribers keep what they have. Each rank may call it alone."""
         listener, self._listener = self._listener, None
-        if listener is None:
+        if listener is None or listener.is_inherited:
             return
         self.guard()
         if self._hook is not None:

@@ -440,8 +440,15 @@ class SyncListener:
         _send_open(guest, {**self._welcome, "mac": mac}, limit)
         return Channel(guest, _sign(self._token, *(n.encode() for n in nonces)), server=True, peer=hello)
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether it was made by the process that this one was forked from."""
+        return self._process != os.getpid()
+
     def close(self) -> None:
         """Stop listening and end all connections, and wait a little for the threads that serve them."""
+        if self.is_inherited:
+            return  # the sockets, and what wakes the thread, are those of the process that this one was forked from
         with self._guard:
             if self._closed:
                 return
@@ -465,5 +472,4 @@ _listeners: weakref.WeakSet[SyncListener] = weakref.WeakSet()
 def _close_all() -> None:
     """No thread may be within torch when Python ends: that would abort the program."""
     for listener in list(_listeners):
-        if listener._process == os.getpid():  # not that of the process that this one was forked from
-            listener.close()
+        listener.close()

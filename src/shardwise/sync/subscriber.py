@@ -169,7 +169,7 @@ class Subscriber:
         self._names, self._after, self._verify = options["names"], options["after"], options["verify"]
         self._lead = comm.rank == comm.ranks[0]
         self._host = identify_host() or f"alone-{comm.rank}"
-        self._using = threading.Lock()
+        self._using, self._process = threading.Lock(), os.getpid()
         self._incarnation = secrets.token_hex(16)
         self._control: Channel | None = None
         self._sources: dict[int, _Source] = {}
@@ -366,6 +366,10 @@ class Subscriber:
         """
         if self.state == "closed":
             raise SyncError(f"{self._where}: the link is closed")
+        if self._process != os.getpid():
+            raise SyncError(
+                f"{self._where}: the link was made before this process was forked; subscribe after the fork"
+            )
         with self._using:  # by one thread at a time
             return self._pull(timeout, time.monotonic() + (self.deadline if timeout is None else timeout))
 
@@ -821,6 +825,8 @@ class Subscriber:
 
     def close(self) -> None:
         """Leave the publisher; the tensors stay as they are. Each rank may call it alone."""
+        if self._process != os.getpid():
+            return  # the connections are those of the process that this one was forked from
         if self._control is not None:
             with suppress(OSError):
                 self._control.send({"do": "bye"}, time.monotonic() + 1.0)
