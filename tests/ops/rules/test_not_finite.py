@@ -125,3 +125,14 @@ def test_what_is_cut_is_not_made_pending_for_a_product(layout: str) -> None:
         torch.testing.assert_close(y.grad.full(), dense.grad)
 
     run_local(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["of all", "of columns", "of rows"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_products_that_overflow(layout: str, name: str) -> None:
+    """Infinite, as those of the whole, and not undefined by a division by the product of one rank."""
+    rows = [[1e200, 1e200, 1e200, 1e200], [-1e200, 1e200, 1e200, 1e200], [1e200] * 4, [1e200, 1e200, -1e200, inf]]
+    big = torch.tensor(rows, dtype=torch.float64).requires_grad_()
+    world = 4 if "b=2" in layout else 3 if "=3" in layout else 2
+    program = {"of all": lambda x: x.prod(), "of columns": lambda x: x.prod(0), "of rows": lambda x: x.prod(1, True)}
+    check(program[name], (layout,), (big,), world=world)

@@ -232,7 +232,17 @@ def _prod_over_ranks(x: ShardedTensor, *, dtype: Any = None) -> Any:
     def reduce(local: Tensor) -> Tensor:
         return put_on_tape(local.prod(dtype=dtype), local).reshape((1,) * local.ndim)
 
-    return aten.prod.default(_gather_rows(x, dims, reduce, "prod"))
+    return _multiply_rows(_gather_rows(x, dims, reduce, "prod"), dims).reshape(())
+
+
+def _multiply_rows(rows: Any, dims: Sequence[int]) -> Any:
+    """The product along some dims, each left with length 1; gradients do not divide by rows, which may be infinite."""
+    for dim in dims:
+        while (length := rows.shape[dim]) > 1:
+            half = length // 2
+            product = rows.narrow(dim, 0, half) * rows.narrow(dim, half, half)
+            rows = torch.cat([product, rows.narrow(dim, 2 * half, 1)], dim) if length % 2 else product
+    return rows
 
 
 @register_sharding(aten.prod.dim_int)
@@ -244,7 +254,9 @@ def _prod_along_ranks(x: ShardedTensor, dim: int, keepdim: bool = False, *, dtyp
     def reduce(local: Tensor) -> Tensor:
         return put_on_tape(local.prod(dim, True, dtype=dtype), local)
 
-    return aten.prod.dim_int(_gather_rows(x, all_dims(dim, x.ndim), reduce, "prod"), dim, keepdim)
+    dims = all_dims(dim, x.ndim)
+    found = _multiply_rows(_gather_rows(x, dims, reduce, "prod"), dims)
+    return found if keepdim else found.sum(dims, dtype=found.dtype)
 
 
 @register_sharding(aten.logsumexp.default)
