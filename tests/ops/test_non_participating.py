@@ -437,3 +437,30 @@ def test_a_view_that_is_written_to_has_second_gradients_where_it_is_empty(view: 
         torch.testing.assert_close(found.full_tensor(), expected)
 
     run_local(body, 3, timeout=60)
+
+
+NO_ELEMENTS: dict[str, Callable[[Any], Any]] = {
+    "trapezoid": lambda x: torch.trapezoid(x, dim=0),
+    "trapezoid of points": lambda x: torch.trapezoid(x, x, dim=0),
+    "trapz": lambda x: torch.trapz(x, dx=2.0, dim=0),
+    "cumulative_trapezoid": lambda x: torch.cumulative_trapezoid(x, dim=0),
+    "diff": lambda x: torch.diff(x, dim=0, prepend=x, append=x),
+    "matrix_rank": lambda x: torch.linalg.matrix_rank(x),
+    "geqrf": lambda x: torch.geqrf(x)[0],
+    "histogramdd": lambda x: torch.histogramdd(x, [2, 2]).hist,
+    "interpolate": lambda x: F.interpolate(x.reshape(0, 2, 1, 1), scale_factor=1.7),
+}
+
+
+@pytest.mark.parametrize("place", ["on tp=2: S(0)", "on tp=2: R", "on tp=1 @ 1: S(0)", "as chunk(0) over 0,1"])
+@pytest.mark.parametrize("name", NO_ELEMENTS)
+def test_results_of_no_elements_are_sharded_on_every_rank(name: str, place: str) -> None:
+    """Some of them torch makes of shapes alone; of some it knows no shapes without values, or says a wrong thing."""
+    expected = NO_ELEMENTS[name](torch.ones(0, 2))
+
+    def body(comm: Comm) -> None:
+        found = NO_ELEMENTS[name](sw.shard(torch.ones(0, 2), place))
+        assert isinstance(found, sw.ShardedTensor)
+        torch.testing.assert_close(found.full_tensor(), expected)
+
+    run_local(body, 2, timeout=60)

@@ -58,16 +58,17 @@ from shardwise.ops.implicit_replication import (
     plain_as_replicated,
     reads_plain_as_replicated,
     refuse_lost_gradients,
+    replicate_made,
 )
 from shardwise.ops.irregular import is_irregular, mark_views_of_moved, put_on_mesh, run_on_pieces
 from shardwise.ops.non_participating import (
     computes_apart,
     count_versions,
     leave,
-    looks_at_values,
     refuse_unknown_shapes,
-    run_with_values,
+    run_without_data,
     show_to_hooks,
+    stands_in,
     take_part,
 )
 from shardwise.ops.propagation import (
@@ -257,7 +258,13 @@ def _finish(call: OperatorCall, given: Sequence[ShardedTensor], result: Any) -> 
 def _decompose(call: OperatorCall) -> Any:
     """Compute an operator without a rule by those that torch makes of it."""
     args, kwargs = call.arguments
-    return finish_out(call.op, kwargs, decompose(call.op, args, kwargs))
+    result = finish_out(call.op, kwargs, decompose(call.op, args, kwargs))
+    if not all(isinstance(t, ShardedTensor) for t in call.tensors):
+        return result
+    like: Any = call.tensors[0]
+    return pytree.tree_map_only(
+        Tensor, lambda t: t if isinstance(t, ShardedTensor) else replicate_made(t, like), result
+    )
 
 
 def _fall_back(call: OperatorCall, fallback: Fallback) -> Any:
@@ -357,7 +364,7 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
         return operator(*args, **kwargs)
 
     with free_after_forward(aligned):
-        result = run_with_values(call, values, run) if looks_at_values(call.op, comm) else run(values)
+        result = run_without_data(call, values, run) if stands_in(comm) else run(values)
     if is_function_recorded():
         named = decision.name  # then another strategy may be preferred at the next call
         own = local is None and finish is None and not decision.result_targets and not named

@@ -89,6 +89,13 @@ def replicate(tensor: Tensor, like: ShardedTensor | None = None) -> ShardedTenso
     return made
 
 
+def replicate_made(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:
+    """A plain tensor that torch made of shapes alone, on every rank: replicated on the mesh of another."""
+    layout = _replicated_on_mesh(tuple(tensor.shape), _mesh_of(like))
+    parts = (tensor,) if like.comm.rank in layout.ranks else ()
+    return wrap(layout, parts, like.comm, dtype=tensor.dtype, device=tensor.device)
+
+
 def copy_mesh_note(source: ShardedTensor, target: ShardedTensor) -> None:
     """Let a tensor take the mesh of those it is computed with, if another one does."""
     if _ANY_MESH in source.__dict__:

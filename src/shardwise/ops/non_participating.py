@@ -90,22 +90,33 @@ def _replace(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device:
     return made
 
 
-def run_with_values(call: OperatorCall, values: Sequence[Tensor], run: Callable[[Sequence[Tensor]], Any]) -> Any:
-    """Run an operator whose gradients look at values on stand-ins, as `run` does: of ones, zeros and no mask in memory.
+def stands_in(comm: Comm) -> bool:
+    """Whether this rank takes part without data."""
+    return isinstance(comm, StandInComm) and comm.joins
 
-    Torch has no such gradients of tensors on meta. Their values count for nothing.
+
+def run_without_data(call: OperatorCall, values: Sequence[Tensor], run: Callable[[Sequence[Tensor]], Any]) -> Any:
+    """Run an operator on the local tensors of stand-ins, as `run` does; where torch cannot on meta, on some in memory.
+
+    That is where gradients look at values. It gets ones, zeros for whole numbers and no mask; they count for nothing.
     """
+    if call.op not in _GRADIENTS_OF_VALUES:
+        try:
+            return run(values)
+        except (NotImplementedError, TypeError):
+            pass
     found = run([_replace(t, tuple(t.shape), t.dtype, "cpu") for t in values])
-    several = isinstance(found, list | tuple)
-    given = [_replace(t, tuple(t.shape), t.dtype, "meta") for t in (found if several else (found,))]
-    if call.written:
-        given = [values[i].copy_(t) for i, t in zip(call.written, given, strict=True)]
-    return given if several else given[0]
+    given = pytree.tree_map_only(Tensor, _without_values, found)
+    if not call.written:
+        return given
+    listed = given if isinstance(given, list | tuple) else (given,)
+    kept = [values[i].copy_(t) for i, t in zip(call.written, listed, strict=True)]
+    return kept if isinstance(given, list | tuple) else kept[0]
 
 
-def looks_at_values(op: Any, comm: Comm) -> bool:
-    """Whether this rank takes part without data in an operator whose gradients look at values."""
-    return op in _GRADIENTS_OF_VALUES and isinstance(comm, StandInComm) and comm.joins
+def _without_values(made: Tensor) -> Tensor:
+    """A result on meta; one that is not strided is refused later, as on other ranks."""
+    return _replace(made, tuple(made.shape), made.dtype, "meta") if made.layout == torch.strided else made
 
 
 @cached()

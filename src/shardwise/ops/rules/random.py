@@ -483,9 +483,9 @@ def _draw_multinomial(
 ) -> Any:
     """Positions along the last dim, drawn with chances in proportion to the weights."""
     count = weights.shape[-1] if weights.ndim else 0
-    if weights.ndim not in (1, 2) or num_samples <= 0 or (num_samples > count and not replacement):
+    if weights.ndim not in (1, 2) or num_samples <= 0 or not count or (num_samples > count and not replacement):
         raise RuntimeError(
-            f"multinomial draws from rows of weights, of 1 or 2 dims, at least once, and at most once each without "
+            f"multinomial draws from rows with weights, of 1 or 2 dims, at least once, and at most once each without "
             f"replacement; got the shape {tuple(weights.shape)} and num_samples={num_samples}"
         )
     rows = gather_dims(resolve_partial(weights.detach(), "multinomial"), (weights.ndim - 1,), "multinomial")
