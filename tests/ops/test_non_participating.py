@@ -464,3 +464,19 @@ def test_results_of_no_elements_are_sharded_on_every_rank(name: str, place: str)
         torch.testing.assert_close(found.full_tensor(), expected)
 
     run_local(body, 2, timeout=60)
+
+
+def test_a_copy_into_a_tensor_on_the_tape_is_seen_by_what_is_computed_after_it() -> None:
+    """The tensor had been computed with before, so that its stand-in was known."""
+
+    def body(comm: Comm) -> None:
+        x, source = (sw.shard(values(), PLACES["outside"]).requires_grad_() for _ in range(2))
+        y = x * 1
+        before = y.sum()
+        y.copy_(source)
+        (y.square().sum() + before).backward()
+        assert x.grad is not None and source.grad is not None
+        torch.testing.assert_close(source.grad.full_tensor(), 2 * values())
+        torch.testing.assert_close(x.grad.full_tensor(), torch.ones_like(values()))
+
+    run_local(body, 3, timeout=60)

@@ -43,6 +43,13 @@ def _hessian_product(x: Any) -> Any:
     return found, torch.autograd.grad(found.sum(), direction)[0]
 
 
+def _hessians(x: Any) -> Any:
+    def loss(y: Any) -> Any:
+        return (y**3).sum() + (y.t() @ y).tanh().sum()
+
+    return torch.autograd.functional.hessian(loss, x), torch.func.jacrev(torch.func.grad(loss))(x)  # type: ignore[no-untyped-call]
+
+
 def _softmax_twice(x: Any) -> Any:
     (grad,) = torch.autograd.grad((x.softmax(0) * x.softmax(1)).sum(), x, create_graph=True)
     grad.square().sum().backward()
@@ -174,6 +181,7 @@ def _sigmoid_twice(x: Any) -> Any:
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "gradient penalty": _penalty,
     "hessian product": _hessian_product,
+    "hessians": _hessians,
     "softmax, twice": _softmax_twice,
     "product, twice": _product_twice,
     "norm, twice": _norm_twice,

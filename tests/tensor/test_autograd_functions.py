@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from shardwise import Comm, ShardedTensor, register_autograd_function, run_local
+from shardwise import Comm, ShardedTensor, register_autograd_function, run_local, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.dense import BOXES, S0, S1, P, R, assert_gradient, assert_same, check, forget, lay, numbers
 
@@ -294,17 +294,55 @@ def test_what_a_function_returned_is_freed() -> None:
     assert run_local(body, 2, timeout=60) == [True, True]
 
 
-def test_a_function_that_writes_is_refused() -> None:
-    @register_autograd_function
+class Scale(torch.autograd.Function):
+    """Writes to its first argument, and returns it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, other: Any) -> Any:
+        ctx.save_for_backward(x * 1, other)
+        ctx.mark_dirty(x)
+        return x.mul_(other)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        before, other = ctx.saved_tensors
+        return grad * other, grad * before
+
+
+@pytest.mark.parametrize(
+    "place", ["on tp=3: S(0)", "on tp=3: P", "on tp=2 @ 0,2: S(1)", "as chunk(0) over 0,2", "on tp=3: R"]
+)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_function_may_write_to_its_argument(place: str, recorded: bool) -> None:
+    def program(x: Any, other: Any) -> Any:
+        held = x * 2 if recorded else (x * 2).detach()
+        found = Scale.apply(held, other)  # type: ignore[no-untyped-call]  # untyped in torch
+        assert found is held and found.requires_grad
+        (found.tanh() * held).sum().backward()
+        return found, other.grad, x.grad if recorded else None
+
+    def body(comm: Comm) -> None:
+        whole = program(matrix(1).requires_grad_(), matrix(2).requires_grad_())
+        given = (shard(m.detach(), place).requires_grad_() for m in (matrix(1), matrix(2)))
+        for one, other in zip(program(*given), whole, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one.full_tensor(), other)
+
+    run_local(body, 3, timeout=60)
+
+
+def test_a_function_that_writes_and_then_needs_whole_tensors_is_refused() -> None:
     class Writes(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
             ctx.mark_dirty(x)
-            return x
+            x.mul_(2)
+            return x.add_(torch.ones(tuple(x.shape), dtype=x.dtype))
 
     def body(comm: Comm) -> None:
-        with pytest.raises(UnsupportedOpError, match="writes to a ShardedTensor"):
-            Writes.apply(lay(matrix(1).requires_grad_(), S0))  # type: ignore[no-untyped-call]  # untyped in torch
+        with pytest.raises(UnsupportedOpError, match="uses operators of ShardedTensors only"):
+            Writes.apply(lay(matrix(1), S0))  # type: ignore[no-untyped-call]  # untyped in torch
 
     run_local(body, 2, timeout=60)
 

@@ -238,9 +238,11 @@ def _version_of(twin: ShardedTensor) -> int:
 
 def _stand_in_for(tensor: ShardedTensor, comm: StandInComm) -> ShardedTensor:
     """The tensor as the other rank has it, without values; one object as long as the memory is not written to."""
-    known: tuple[Tensor | None, bool, int, ShardedTensor] | None = tensor.__dict__.get(_STAND_IN)
-    now = tensor._anchor, tensor.requires_grad, writes_without_data(tensor)
-    if known is not None and known[-1].sharding is tensor.sharding and known[0] is now[0] and known[1:3] == now[1:]:
+    known: tuple[Tensor | None, bool, int, int, ShardedTensor] | None = tensor.__dict__.get(_STAND_IN)
+    anchor = tensor._anchor
+    written = 0 if anchor is None or anchor.is_inference() else anchor._version
+    now = anchor, tensor.requires_grad, written, writes_without_data(tensor)
+    if known is not None and known[-1].sharding is tensor.sharding and known[0] is anchor and known[1:4] == now[1:]:
         known[-1]._dense_strides = tensor._dense_strides
         return known[-1]
     made = wrap(tensor.sharding, tuple(_make_locals(tensor, comm.rank)), comm, dtype=tensor.dtype)

@@ -170,6 +170,7 @@ class FunctionContext:
         self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[Any, ...] = ()
         self._materialize, self._constant = True, set[int]()
+        self._written: tuple[Tensor, ...] = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep tensors for the backward pass."""
@@ -184,8 +185,8 @@ class FunctionContext:
         self._constant |= set(map(id, outputs))
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        """Refused: a Function that writes to its arguments."""
-        raise UnsupportedOpError(_WRITES)
+        """Say which arguments were written to; they are among the outputs."""
+        self._written = tensors
 
 
 @dataclass(slots=True)
@@ -200,6 +201,7 @@ class _FunctionCall:
     several: bool
     tape: list[Tensor] | None
     constant: list[Tensor] | None
+    written: list[Tensor] | None
     kept: list[Tensor] | None
 
 
@@ -239,12 +241,14 @@ class _LocalNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _FunctionCall, *tape: Tensor) -> tuple[Tensor, ...]:
-        assert call.tape is not None and call.constant is not None and call.kept is not None
+        assert call.tape is not None and call.constant is not None
+        assert call.written is not None and call.kept is not None
         ctx.call, results = call, tuple(call.tape)
         ctx.save_for_backward(*call.kept)
         ctx.set_materialize_grads(call.context._materialize)
         ctx.mark_non_differentiable(*call.constant)
-        call.tape = call.constant = call.kept = None  # else the node would keep its own results alive
+        ctx.mark_dirty(*call.written)
+        call.tape = call.constant = call.written = call.kept = None  # else the node would keep its own results alive
         return results
 
     @staticmethod
@@ -274,11 +278,12 @@ def _local_node_of(function: Any) -> Any:
 
 def apply_to_sharded(function: Any, args: Sequence[Any], original: Callable[..., Any]) -> Any:
     """What `function.apply(*args)` means for ShardedTensors: on them where its forward can, else on whole tensors."""
+    before = _count_versions(_tape_of(args))
     try:
         return _apply_in_parts(function, args)
     except UnsupportedOpError as error:  # no rule, or a plain tensor that the forward made beside sharded ones
-        if str(error) == _WRITES:
-            raise
+        if before != _count_versions(_tape_of(args)):
+            raise UnsupportedOpError(f"{_WRITES}; {error}") from None
         reason = str(error)
     _warn_of_gathering(function, "forward", reason)
     first = next(a for a in args if isinstance(a, ShardedTensor))
@@ -301,6 +306,10 @@ def apply_to_sharded(function: Any, args: Sequence[Any], original: Callable[...,
     return map_nest(replicate_on_mesh, results)
 
 
+def _count_versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
 def _warn_of_gathering(function: Any, part: str, reason: str) -> None:
     if _WARNED not in vars(function):
         setattr(function, _WARNED, True)
@@ -317,12 +326,17 @@ def _take_whole(value: Any) -> Any:
 
 def _apply_in_parts(function: Any, args: Sequence[Any]) -> Any:
     """The Function on the ShardedTensors themselves, and one node for its backward."""
-    tape = _tape_of(args)
+    taken = [_tape_of([a]) for a in args]
     needed = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
     context = FunctionContext(needed)
     recorded = torch.is_grad_enabled() and any(needed)
     with torch.no_grad():
         results = _run_forward(function, context, args)
+    written = [(a, held) for a, held in zip(args, taken, strict=True) if any(a is w for w in context._written)]
+    for tensor, held in written:
+        if isinstance(tensor, ShardedTensor):
+            tensor.__dict__.pop("_varied", None)
+            tensor._anchor = tensor._anchor if tensor.local_parts or not recorded else held[0]
     if not recorded:
         return results
     several = isinstance(results, tuple | list)
@@ -337,11 +351,12 @@ def _apply_in_parts(function: Any, args: Sequence[Any]) -> Any:
         several,
         _tape_of(listed),
         _tape_of([r for r in listed if id(r) in context._constant]),
+        [t for _, held in written for t in held],
         _tape_of(kept),
     )
     context.saved_tensors = ()
-    outputs = _local_node_of(function).apply(call, *tape)
-    return _wrap_outputs(call, listed, outputs)
+    outputs = _local_node_of(function).apply(call, *(t for held in taken for t in held))
+    return _wrap_outputs(call, listed, outputs, [tensor for tensor, _ in written])
 
 
 def _run_forward(function: Any, context: FunctionContext, args: Sequence[Any]) -> Any:
@@ -352,9 +367,15 @@ def _run_forward(function: Any, context: FunctionContext, args: Sequence[Any]) -
     return results
 
 
-def _wrap_outputs(call: _FunctionCall, given: Sequence[Any], outputs: Sequence[Tensor]) -> Any:
+def _wrap_outputs(
+    call: _FunctionCall, given: Sequence[Any], outputs: Sequence[Tensor], written: Sequence[Tensor]
+) -> Any:
+    """The results on the tape; a tensor that was written to is returned itself."""
     node = next((t.grad_fn for t in outputs if t.grad_fn is not None), None)
-    made = [v if isinstance(g, Tensor) else g for v, g in zip(call.outputs.values(outputs), given, strict=True)]
+    made = [
+        v if isinstance(g, Tensor) and not any(g is w for w in written) else g
+        for v, g in zip(call.outputs.values(outputs), given, strict=True)
+    ]
     for value in made:
         if isinstance(value, ShardedTensor) and value.requires_grad:
             value.__dict__["_function_node"] = FunctionNode(node, call)
@@ -362,8 +383,8 @@ def _wrap_outputs(call: _FunctionCall, given: Sequence[Any], outputs: Sequence[T
 
 
 _WRITES = (
-    "a torch.autograd.Function that writes to a ShardedTensor (ctx.mark_dirty) is not supported; return a new tensor "
-    "instead"
+    "a torch.autograd.Function that writes to a ShardedTensor uses operators of ShardedTensors only, and calls "
+    "ctx.mark_dirty; return a new tensor instead"
 )
 _TAKES_SHARDED, _WARNED = "_takes_sharded_tensors", "_warned_of_gathering"
 
@@ -468,7 +489,7 @@ def _make_dual(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, A
     if is_tracing() or is_batched_tensor(value) or is_batched_tensor(tangent):
         raise UnsupportedOpError(
             "torch.func.jacfwd, hessian, linearize and vmap of forward mode are not supported for ShardedTensors; call "
-            "torch.func.jvp for one tangent after the other"
+            "torch.func.jvp for one tangent after the other, torch.autograd.functional.hessian for second gradients"
         )
     if not isinstance(value, ShardedTensor):
         raise UnsupportedOpError("the tangent of a plain tensor cannot be a ShardedTensor; pass tangent.full()")

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from shardwise import plain_as_replicated
-from tests.dense import S0, S1, P, R, check, numbers
+from shardwise import plain_as_replicated, run_local
+from shardwise.ops import MixedTensorsError
+from tests.dense import S0, S1, P, R, check, lay, numbers
 
 LAYOUTS = (S0, S1, R, P)
 X = numbers(4, 4).requires_grad_()
@@ -94,3 +95,19 @@ def test_numbers_of_tensors_in_lists_of_which_torch_makes_a_tensor(layout: str) 
         return [x[:1, 0] * value.sum() for value in made]
 
     check(program, (layout,), (X.detach(),), grad=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_places_of_a_triangle(layout: str) -> None:
+    """The indices that torch makes are plain tensors of the caller: refused, unless they are read as replicated."""
+
+    def program(x: Any) -> list[Any]:
+        rows, columns = torch.triu_indices(4, 4)
+        with plain_as_replicated():
+            written = x * 1
+            written[rows, columns] = 0.0
+            return [x[rows, columns], written, x.index_put((rows, columns), x[0, :1])]
+
+    check(program, (layout,), (X,))
+    with pytest.raises(MixedTensorsError, match=r"plain tensor of shape \(10,\)"):
+        run_local(lambda: lay(X.detach(), layout)[tuple(torch.triu_indices(4, 4))], 2)
