@@ -16,7 +16,7 @@ from shardwise.comm import Comm, run_local
 from shardwise.geometry import Mesh
 from shardwise.nn import ModelPlan, shard_module
 from shardwise.ops import plain_as_replicated
-from shardwise.tensor import ShardedTensor
+from shardwise.tensor import ShardedTensor, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
 
 
@@ -224,6 +224,19 @@ def test_what_records_or_transforms_a_model_is_refused_by_what_to_do(name: str) 
     records = name in ("torch.export", "jit.trace", "make_fx")
     wanted = "use shardwise.compile(model), or export an unsharded copy" if records else "use torch.autograd.grad"
     assert wanted in run_local(body, 1)[0]
+
+
+@pytest.mark.parametrize("name", ["trace", "trace_module"])
+def test_a_function_of_sharded_tensors_is_not_recorded(name: str) -> None:
+    def body(comm: Comm) -> None:
+        x = shard(torch.ones(4, 2), "on tp=2: S(0)")
+        with pytest.raises(UnsupportedOpError, match="record the operators of one rank"):
+            if name == "trace":
+                torch.jit.trace(lambda y: y * 2 + 1, (x,))
+            else:
+                torch.jit.trace_module(nn.ReLU(), {"forward": x})
+
+    run_local(body, 2, timeout=60)
 
 
 def test_a_symbolic_trace_of_a_sharded_model() -> None:

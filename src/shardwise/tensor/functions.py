@@ -3,6 +3,8 @@
 1. `torch.equal`, `torch.allclose`, `copy_`, `contiguous`: what every tensor can do.
 2. `torch.autograd.grad` and `torch.autograd.backward`: on the local tensors, which are on the tape.
 
+3. `torch.jit.trace`, which would record constants: refused.
+
 What `torch.compile` does with ShardedTensors: whatever touches them runs as it is, with one warning.
 
 Dynamo, the tracer of `torch.compile`, follows Python code. It would follow ours into rules and layouts, which work with
@@ -20,7 +22,8 @@ from __future__ import annotations
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -47,7 +50,7 @@ from shardwise.geometry.mesh import to_mesh
 from shardwise.geometry.placements import to_placement
 from shardwise.geometry.specs import read_order
 from shardwise.tensor.autograd_mixin import allow_writes_to_copies, has_format, tape_tensors
-from shardwise.tensor.dispatch import UnsupportedOpError, register_function, sharded_leaves
+from shardwise.tensor.dispatch import RECORDS_ONE_RANK, UnsupportedOpError, register_function, sharded_leaves
 from shardwise.tensor.move import check_move, format_layout_text, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.tensor.writes import check_writable, copy_values, count_write
@@ -235,6 +238,21 @@ def _assemble_gradient(tensor: Tensor, grads: Sequence[Tensor | None]) -> Tensor
         return known[0]
     return tensor._gradient(known)
 
+
+def _refuse_recording(record: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch that records operators, which says what to do where it gets ShardedTensors."""
+
+    @wraps(record)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, ShardedTensor) for leaf in pytree.tree_iter((args, kwargs))):
+            raise UnsupportedOpError(RECORDS_ONE_RANK)
+        return record(*args, **kwargs)
+
+    return run
+
+
+torch.jit.trace = _refuse_recording(torch.jit.trace)  # it asks no types of arguments
+torch.jit.trace_module = _refuse_recording(torch.jit.trace_module)
 
 DYNAMO = "torch._dynamo"
 _PACKAGE = "shardwise"
