@@ -1,4 +1,4 @@
-"""Texts: loggers, tracebacks, drawings for notebooks, and JSON that somebody else wrote.
+"""Texts: loggers, tracebacks, drawings for notebooks, TOML of plans, and JSON that somebody else wrote.
 
 Loggers: one for each package, all below "shardwise", quiet until an application asks for them.
 
@@ -17,7 +17,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
@@ -35,6 +35,26 @@ def package_logger(module: str) -> logging.Logger:
     'shardwise.comm'
     """
     return logging.getLogger(".".join(module.split(".")[:2]))
+
+
+def to_toml(data: Mapping[str, Any]) -> str:
+    """TOML of strings, numbers and tables of them; JSON's quoted strings are valid TOML.
+
+    >>> print(to_toml({"mesh": "tp=2", "parameters": {"up.weight": "S(0)"}}), end="")
+    mesh = "tp=2"
+    <BLANKLINE>
+    [parameters]
+    "up.weight" = "S(0)"
+    """
+    lines = [f"{key} = {_quote_toml(value)}" for key, value in data.items() if not isinstance(value, dict)]
+    for key, table in data.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{key}]", *(f"{_quote_toml(name)} = {_quote_toml(v)}" for name, v in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _quote_toml(value: str | float | list[str]) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def count_of(number: int, noun: str, plural: str = "") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_sums_that_stay_pending_are_in_the_problem() -> None:
     """Not about: what the engine does with Megatron's layout, biases as addends included, costs no more there."""
     inputs, by_hand = make_ids(1, 64), ModelPlan(Mesh.of(tp=4), PATTERNS, input_plan="replicated")
     search = Search(AutoPlanner(by_hand.mesh, objective="bytes"), Net(), inputs, None, 64, None)
-    space = search.build(False, search.pins)
+    space = search.build((), search.pins)
     problem = search._fix_layouts(space, by_hand)
     for number, choice in space.nodes.items():
         if ".add." in problem.choices[choice].name:
@@ -174,9 +175,9 @@ def test_the_cost_of_the_smallest_plan_is_what_it_costs_as_it_is_carried_out() -
     links = Topology(ranks_per_host=8, within=Link(1e-5, 1e8, 0, 0))
     planner = AutoPlanner("dp=2,tp=2", device=SLOW, topology=links, time_limit=600)
     search = Search(planner, Net(), make_ids(8, 8), None, 8, None)
-    space = search.build(False, search.pins)
-    made = search._carry_out_smallest(space, False)
-    found = search._finish(space, made[0], made, False).finding
+    space = search.build((), search.pins)
+    made = search._carry_out_smallest(space, ())
+    found = search._finish(space, made[0], made, ()).finding
     least = find_least_memory(next(search._variants(space)))
     assert least is not None
     assert found.certificate.bound <= found.certificate.cost < least.cost
@@ -222,7 +223,7 @@ def test_a_pin_of_a_later_block_counts() -> None:
     """Not about: blocks are decided alike, so what one of them returns is what all do."""
     pins = {"blocks.1": "S(1)", "inputs": "replicated"}
     search = Search(AutoPlanner("tp=2", device=SLOW, topology=FAST, fix=pins), Net(), make_ids(2, 16), None, 16, None)
-    space = search.build(False, search.pins)
+    space = search.build((), search.pins)
     last = next(n for n in space.nodes if space.graph.nodes[n].outputs[0] == space.graph.returned["blocks.0"])
     assert {one.outputs[0] for one in space.candidates[last]} == {(Shard(1),)}
 
@@ -234,7 +235,7 @@ def test_equal_blocks_are_decided_once_and_lose_nothing() -> None:
     classes = find_classes(graph, [name for name, _ in model.named_parameters()])
     assert classes.parameters["blocks.1.up.weight"] == "blocks.0.up.weight"
     search = Search(AutoPlanner("tp=2", device=SLOW, topology=FAST), model, inputs, None, 16, None)
-    tied, loose = search.build(False, search.pins), search.build(False, search.pins, tied=False)
+    tied, loose = search.build((), search.pins), search.build((), search.pins, tied=False)
     assert len(tied.problem.choices) < len(loose.problem.choices)
     bounds = [solve(space.problem, relaxed=True).cost for space in (tied, loose)]
     assert bounds[1] * (1 - 1e-9) <= bounds[0] <= bounds[1] * 1.01
@@ -259,11 +260,70 @@ def test_explaining_names_the_next_best() -> None:
 
 def test_computing_again_is_a_choice() -> None:
     inputs, options = make_ids(64, 16), {"device": SLOW, "topology": FAST}
-    assert not AutoPlanner("dp=2", again=None, **options).plan(Net(), inputs).finding.again  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"again=True\) need less"):
-        AutoPlanner("dp=2", memory_limit="1.8MB", **options).plan(Net(), inputs)  # type: ignore[arg-type]
-    tight = AutoPlanner("dp=2", again=None, memory_limit="1.8MB", **options)  # type: ignore[arg-type]
-    assert tight.plan(Net(), inputs).finding.again
+    assert AutoPlanner("dp=2", **options).plan(Net(), inputs).recompute is None  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"again=None\) need less"):
+        AutoPlanner("dp=2", memory_limit="1.8MB", again=False, **options).plan(Net(), inputs)  # type: ignore[arg-type]
+    tight = AutoPlanner("dp=2", memory_limit="1.8MB", **options).plan(Net(), inputs)  # type: ignore[arg-type]
+    assert tight.recompute and tight.finding.estimate.peak_bytes <= 1_800_000
+    assert "these blocks are computed again" in tight.finding.certificate.covers
+
+
+class Two(nn.Module):
+    """Two blocks, of which each may be computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def every_plan_of_two(mesh: Mesh, batch: str) -> Iterator[ModelPlan]:
+    """Placements of the weights, alike in both blocks, what is freed after use, and which blocks are computed again."""
+    for up, down in itertools.product(["R", "S(0)"], repeat=2):
+        split = {"blocks.*.up.weight": up, "blocks.*.down.weight": down}
+        for freed, again in itertools.product([True, False], [None, ["blocks.0"], ["blocks.*"]]):
+            yield ModelPlan(mesh, split, input_plan=batch, reshard_after_forward=freed, recompute=again)
+
+
+@pytest.mark.parametrize(("latency", "limit"), [(1e-7, 80_000), (3e-3, 84_000), (1e-3, None)])
+def test_blocks_are_computed_again_before_all_is_freed_where_that_is_faster(latency: float, limit: int) -> None:
+    """Not about: no plan by hand that fits is faster; over slow links, none in which weights are freed instead."""
+    links = Topology(8, within=Link(latency, 1e9, 0, 0))
+    device = Device("small", 10**9, flops=1e10, bandwidth=1e10, launch=0, eager_call=0)
+    inputs, batch, mesh = (torch.ones(64, 16),), "dp: S(0)", Mesh.of(dp=2)
+    planner = AutoPlanner(mesh, memory_limit=limit, device=device, topology=links, fix={"inputs": batch})
+    found = planner.plan(Two(), inputs)
+    assert (found.recompute is not None) == (limit is not None) and found.finding.estimate.fits
+    times = []
+    for plan in every_plan_of_two(mesh, batch):
+        by_hand = estimate(Two(), plan, inputs=(torch.ones(32, 16),), device=device, topology=links)
+        if by_hand.peak_bytes <= (limit or 10**9) and (latency < 3e-3 or not plan.recompute):
+            times.append(by_hand.step_seconds)
+    assert found.finding.estimate.step_seconds <= min(times) * 1.0001
+    assert load_and_save(found).recompute == found.recompute
+
+
+def load_and_save(plan: ModelPlan) -> ModelPlan:
+    return shardwise.nn.plan_from_data(tomllib.loads(str(plan)))
+
+
+@pytest.mark.parametrize("allowed", ["bfloat16", {"blocks.*.{q,k,v,o}.weight": "bfloat16"}])
+def test_parameters_are_gathered_in_fewer_bytes_where_that_is_allowed(allowed: Any) -> None:
+    """Not about: slow links, so that fewer bytes count; what is found is what a real step moves."""
+    links, inputs = Topology(8, within=Link(1e-7, 1e7, 0, 0)), make_ids(8, 8)
+    options: dict[str, Any] = {"memory_limit": 210_000, "device": SLOW, "topology": links, "time_limit": 10}
+    options |= {"fix": {"inputs": "dp: S(0)"}}
+    whole = AutoPlanner("dp=4", **options).plan(Net(), inputs)
+    found = AutoPlanner("dp=4", gather_dtype=allowed, **options).plan(Net(), inputs)
+    assert whole.gather_dtype is None and any("q" in pattern for pattern in found.to_data()["gather_dtype"])
+    assert found.finding.estimate.step_seconds < whole.finding.estimate.step_seconds
+    assert found.finding.estimate.peak_bytes <= 210_000
+    moves = rehearse(Net(), found, split_inputs(inputs, found.input_placements or (), found.mesh), 0, None).moves
+    assert received_in_a_step(Net(), found, inputs) == sum(m.record.moved_bytes for m in moves)
 
 
 def test_all_meshes_of_some_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from shardwise.nn import PlanError
 from shardwise.planner import Device, OptimizerState, estimate
 from shardwise.planner.candidates import Prices
 from shardwise.planner.estimate import SHOWN, activation_rows, batch_for, move_rows, move_seconds, summary_rows
-from shardwise.planner.rehearsal import planned_attention, silent_comm, sum_of_outputs
+from shardwise.planner.rehearsal import planned_attention, rehearse, silent_comm, sum_of_outputs
 from shardwise.tensor.parts import plan_for_rank
 from shardwise.transfer import Link, Topology
 
@@ -190,6 +191,41 @@ def test_checkpointing_may_be_switched_on() -> None:
     assert switched.flops < 2 * named.flops - estimate(Net(), TENSOR, batch=8, sequence=SEQUENCE).flops + 1
     with pytest.raises(PlanError, match="Linear has no list of blocks"):
         estimate(nn.Linear(2, 2), ModelPlan(Mesh.of(dp=2), {}, input_plan="dp: S(0)"), again=True)
+
+
+@pytest.mark.parametrize("again", [True, ["blocks.1"]])
+def test_plans_compute_modules_again(again: Any) -> None:
+    """Not about: gradients and moves of a real step, which keeps no more than is estimated."""
+    torch.manual_seed(0)
+    nets = [copy.deepcopy(net) for net in [Net()] * 4]
+    plan = ModelPlan(Mesh.of(dp=2), {"**": "S(0)"}, input_plan="dp: S(0)", reshard_after_forward=True)
+    ids = torch.arange(4 * SEQUENCE).reshape(4, SEQUENCE) % WORDS
+
+    def body(comm: Any) -> tuple[list[Tensor], int]:
+        grads: list[list[Tensor]] = []
+        for number, each in enumerate((plan, replace(plan, recompute=again))):
+            net = shard_module(nets[2 * number + comm.rank], each)
+            with shardwise.explain() as log:
+                net(ids[2 * comm.rank : 2 * comm.rank + 2]).sum().backward()
+            grads.append([p.grad.redistribute("R").local_tensor() for p in net.parameters() if p.grad is not None])
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+        return grads[0], log.moved_bytes
+
+    grads, moved = run_local(body, 2)[0]
+    found = estimate(Net(), replace(plan, recompute=again), inputs=(ids[:2],))
+    moves = rehearse(Net(), replace(plan, recompute=again), (ids[:2],), 0, None).moves
+    assert len(grads) == len(list(Net().parameters())) and moved == sum(m.record.moved_bytes for m in moves)
+    assert found.activation_bytes == estimate(Net(), plan, inputs=(ids[:2],), again=again).activation_bytes
+
+
+def test_modules_to_compute_again_are_named() -> None:
+    for model, again, text in (
+        (Net(), ["layers.*"], r"'layers\.\*' matches no module; near it: embed"),
+        (nn.Linear(2, 2), True, "Linear has no list of blocks"),
+    ):
+        plan = ModelPlan(Mesh.of(dp=1), {}, input_plan="dp: S(0)", recompute=again)  # type: ignore[arg-type]
+        with pytest.raises(PlanError, match=text):
+            run_local(lambda comm, model=model, plan=plan: shard_module(model, plan), 1)
 
 
 def test_activations_by_module_add_up() -> None:

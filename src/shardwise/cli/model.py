@@ -189,6 +189,13 @@ def estimates_to_json(found: list[Estimate]) -> dict[str, Any]:
     return data
 
 
+SomeAgain = Annotated[
+    bool | None,
+    typer.Option("--checkpoint/--no-checkpoint", help="All blocks are computed again in the backward pass, or none."),
+]
+Narrow = Annotated[
+    str | None, typer.Option("--gather-dtype", metavar="DTYPE", help="Parameters may be gathered in it.")
+]
 Mesh = Annotated[str | None, typer.Option("--mesh", metavar="MESH", help="The axes, as in dp=2,tp=4.")]
 Ranks = Annotated[int | None, typer.Option(min=2, metavar="N", help="Choose the mesh of so many ranks, too.")]
 AllMeshes = Annotated[bool, typer.Option("--sweep", help="Print the plans of all meshes of --ranks.")]
@@ -217,7 +224,8 @@ def autoplan(
     topology: TopologyText = None,
     device: DeviceName = "",
     memory: Memory = None,
-    again: Again = False,
+    again: SomeAgain = None,
+    gather_dtype: Narrow = None,
     compiled: Compiled = False,
     objective: Objective = "seconds",
     fix: Fix = NO_PINS,
@@ -243,7 +251,7 @@ def autoplan(
     links = topology or "8"
     options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "compute_dtype": compute_dtype, "again": again}
     options |= {"topology": find_topology(links), "device": device or read_device(links) or "h100"}
-    options |= {"compiled": compiled, "objective": objective, "time_limit": time_limit}
+    options |= {"gather_dtype": gather_dtype, "compiled": compiled, "objective": objective, "time_limit": time_limit}
     options |= {"memory_limit": None if memory is None else parse_bytes(memory)}
     options |= {"fix": dict(map(_split_pin, fix)), "forbid": {p: [t] for p, t in map(_split_pin, forbid)}}
     given = {"batch": batch, "sequence": sequence}

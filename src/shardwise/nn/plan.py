@@ -24,7 +24,6 @@ What is wrong on one rank only, and plans that differ between ranks, are raised 
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from shardwise._text import to_toml
 from shardwise.comm import Comm, DisagreementError, advise_ranks, agree, name_ranks
 from shardwise.comm.current import remember_device_mesh
 from shardwise.geometry import (
@@ -276,6 +276,8 @@ class ModelPlan:
       Their gradients are summed in float32, and optimizers see the parameters as they are.
 
     - `attention`: how attention over a split sequence is computed: "ulysses", "ring" or "gather". None: as is cheapest.
+    - `recompute`: activation checkpointing: modules that keep their inputs only and compute the rest again in the
+      backward pass. Patterns of modules; True: the layers of the model's lists of modules.
     - `stages`: for pipelines, the stage of each parameter, along the axis `pp` of the mesh, which no placement names.
       A mapping of patterns of modules or parameters to numbers from 0, as in `{"embed": 0, "layers.{0-15}": 0, ...}`;
       "balanced": as many stages as the axis has ranks, with contiguous layers of about equal sizes; a number: so many,
@@ -303,6 +305,7 @@ class ModelPlan:
     activations: str | Mapping[str, Any] | None = None
     stages: str | int | Mapping[str, int] | None = None
     attention: str | None = None
+    recompute: bool | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if is_device_mesh(self.mesh):
@@ -406,10 +409,10 @@ class ModelPlan:
         `entry`: the module where the stream of `activations` begins, if no table of embeddings is in the stage.
         """
 
-        def keep(given: Any) -> Any:
+        def keep(given: Any, among: Iterable[str] = names) -> Any:
             if not isinstance(given, Mapping | list | tuple):
                 return given
-            kept = [p for p in given if any(map(_compile_pattern(p).fullmatch, names))]
+            kept = [p for p in given if any(map(_compile_pattern(p).fullmatch, among))]
             return {p: given[p] for p in kept} if isinstance(given, Mapping) else kept
 
         stream = {entry: self.activations} if isinstance(self.activations, str) and entry else self.activations
@@ -418,6 +421,7 @@ class ModelPlan:
             mesh=self.stage_mesh(stage),
             parameters=keep(self.parameters),
             reshard_after_forward=keep(self.reshard_after_forward),
+            recompute=keep(self.recompute, {name[: m.start()] for name in names for m in re.finditer(r"\.", name)}),
             gather_dtype=keep(self.gather_dtype),
             output_plan=None,
             activations=stream,
@@ -526,9 +530,9 @@ class ModelPlan:
         data: dict[str, Any] = {"mesh": str(self.mesh)}
         plain = ("axis", "input_plan", "output_plan", "prefetch_bytes", "attention")
         data |= {name: value for name in plain if (value := getattr(self, name)) is not None}
-        if self.reshard_after_forward is not None:
-            given = self.reshard_after_forward
-            data["reshard_after_forward"] = given if isinstance(given, bool) else list(given)
+        for name in ("reshard_after_forward", "recompute"):
+            if (given := getattr(self, name)) is not None:
+                data[name] = given if isinstance(given, bool) else list(given)
         if self.gather_dtype is not None:
             data["gather_dtype"] = _write_dtypes(self.gather_dtype)
         data |= {"lengths": dict(self.lengths)} if self.lengths else {}
@@ -603,26 +607,6 @@ class ModelPlan:
         specs = self.specs(module)
         for name, tensor in module.named_parameters():
             yield name, tensor, specs[name].layout(tuple(tensor.shape))
-
-
-def to_toml(data: Mapping[str, Any]) -> str:
-    """TOML of strings, numbers and tables of them; JSON's quoted strings are valid TOML.
-
-    >>> print(to_toml({"mesh": "tp=2", "parameters": {"up.weight": "S(0)"}}), end="")
-    mesh = "tp=2"
-    <BLANKLINE>
-    [parameters]
-    "up.weight" = "S(0)"
-    """
-    lines = [f"{key} = {_quote_toml(value)}" for key, value in data.items() if not isinstance(value, dict)]
-    for key, table in data.items():
-        if isinstance(table, dict):
-            lines += ["", f"[{key}]", *(f"{_quote_toml(name)} = {_quote_toml(v)}" for name, v in table.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _quote_toml(value: str | float | list[str]) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _unify_shared_specs(

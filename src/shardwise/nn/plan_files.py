@@ -23,10 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise._text import parse_json, parse_text, public
+from shardwise._text import parse_json, parse_text, public, to_toml
 from shardwise.geometry import LayoutError
 from shardwise.geometry.state_map import TensorShape
-from shardwise.nn.plan import ModelPlan, PlanError, read_mesh, to_toml
+from shardwise.nn.plan import ModelPlan, PlanError, read_mesh
 
 try:
     import yaml  # type: ignore[import-untyped,unused-ignore]  # stubs are a package of their own
@@ -42,6 +42,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "output_plan": (str,),
     "reshard_after_forward": (bool, list),
     "prefetch_bytes": (int,),
+    "recompute": (bool, list),
     "gather_dtype": (str, dict),
     "lengths": (dict,),
     "pad_inputs": (dict,),

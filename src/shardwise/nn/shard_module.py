@@ -16,6 +16,8 @@ Mixed precision as fully sharded training has it: parameters are gathered and us
 2. A parameter is cast before it is gathered, so that fewer bytes travel; also where it is gathered again or ahead.
 3. Terms of a gradient travel in the smaller dtype, are added up in float32, and reach the parameter unrounded.
 
+Activation checkpointing: the forward of each module that the plan names in `recompute` runs in torch's `checkpoint`.
+
 Where do the values of a model on the meta device come from?
 
 1. Buffers that no checkpoint has (non-persistent ones, such as frequencies of rotary embeddings) are made again before
@@ -37,8 +39,8 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -46,6 +48,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.checkpoint import checkpoint
 
 from shardwise._text import package_logger, public
 from shardwise._torch import count_running_calls
@@ -70,10 +73,12 @@ from shardwise.nn.plan import (
     check_source,
     lay_out_specs,
     layout_texts,
+    match_patterns,
 )
 from shardwise.nn.plan_costs import find_cut_heads
 from shardwise.nn.plan_files import load_plan
 from shardwise.nn.stages import CountRandom, find_units, take_stages
+from shardwise.ops.implicit_replication import plain_as_replicated
 from shardwise.ops.unshard import ALWAYS, AUTOMATIC, copy_mark, mark_for_resharding, pin_parameter, register_prefetch
 from shardwise.tensor.creation import empty, shard
 from shardwise.tensor.random import next_stream
@@ -613,7 +618,7 @@ def _check_all_meta_listed(module: nn.Module, plan: ShardingPlan) -> None:
 def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFields:
     """Check a plan by patterns against a model and ranks; return what ranks compare of it."""
     specs = plan.specs(module)
-    plan.resharded(module), plan.gather_dtypes(module), plan.activation_modules(module)
+    plan.resharded(module), plan.gather_dtypes(module), plan.activation_modules(module), find_recomputed(module, plan)
     if plan.stages is not None:
         find_units(module, plan.assign_stages({name: layout.shape for name, _, layout in plan.layouts(module)}))
     check_mesh(plan.mesh, comm, whole=plan.input_plan is not None)
@@ -630,6 +635,7 @@ def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFie
         "activations": str(plan.activations),
         "stages": str(plan.stages),
         "attention": plan.attention,
+        "recompute": str(plan.recompute),
     }
 
 
@@ -657,8 +663,53 @@ def shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group: 
         register_input_hooks(module, plan, group)
         register_activation_hooks(module, plan)
     register_casts(module, plan.gather_dtypes(module))
+    _compute_again(module, find_recomputed(module, plan))
     register_prefetch(module, plan.prefetch_bytes)
     adapt_methods(module, plan, group)
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """The modules of the outermost lists of a model: its layers.
+
+    >>> find_blocks(nn.Sequential(nn.Embedding(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])))
+    ['1.0', '1.1']
+    """
+    lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) > 1]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    parts = dict(model.named_modules())
+    return [f"{name}.{child}" for name in outer for child, _ in parts[name].named_children()]
+
+
+def find_recomputed(module: nn.Module, plan: ModelPlan) -> list[str]:
+    """The names of the modules that a plan has computed again in the backward pass.
+
+    >>> from shardwise.geometry import Mesh
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    >>> [find_recomputed(model, ModelPlan(Mesh.of(dp=2), {}, recompute=r)) for r in (True, ["0"], None)]
+    [['1.0', '1.1'], ['0'], []]
+    """
+    if not plan.recompute:
+        return []
+    if plan.recompute is not True:
+        return list(match_patterns(plan.recompute, [name for name, _ in module.named_modules() if name], "module"))
+    if not (blocks := find_blocks(module)):
+        raise PlanError(
+            f"{type(module).__name__} has no list of blocks (nn.ModuleList) to compute again; name modules by "
+            "patterns, as in recompute=['layers.*']"
+        )
+    return blocks
+
+
+def _compute_again(module: nn.Module, names: Sequence[str]) -> None:
+    """Let modules keep their inputs only, and compute what they need for the backward pass a second time."""
+    for name in names:
+        part = module.get_submodule(name)
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False, context_fn=_second_time)
+
+
+def _second_time() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The second time, outside of the model's forward pass, plain tensors are read as in it."""
+    return nullcontext(), plain_as_replicated()
 
 
 def _replicate_buffers(module: nn.Module, plan: ModelPlan, src_rank: int, group: Comm) -> None:

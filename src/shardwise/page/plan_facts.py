@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise._text import to_toml
 from shardwise._torch import pytree
 from shardwise.geometry import LayoutError, TensorType, parse_layout
 from shardwise.nn import ModelPlan, PlanError, load_plan, plan_from_data
-from shardwise.nn.plan import to_toml
 from shardwise.page.facts import shorten
 from shardwise.planner import DEVICES, OPTIMIZERS, AutoPlanner, Estimate, FoundPlan, ParameterRow, estimate
 from shardwise.planner.estimate import batch_for, count_batches

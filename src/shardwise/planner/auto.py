@@ -7,6 +7,8 @@
 3. The best solution for each placement of the inputs is carried out. The plan of the shortest rehearsed step that fits
    in memory is returned. Its figures are those of the rehearsal; bound and gap are about the linear objective.
 4. Where the rehearsed peak is over the limit, the limit of the problem is lowered by as much, and it is solved again.
+5. Where memory costs time, all blocks are computed again in the backward pass, then fewer and fewer of them, and the
+   fastest plan that fits counts.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ from torch import Tensor, nn
 from shardwise._torch import pytree
 from shardwise.geometry import Mesh, Partial, Placement, Replicate, Shard, format_placement
 from shardwise.geometry.mesh import to_mesh
-from shardwise.geometry.notation import find_dtype
+from shardwise.geometry.notation import DType, find_dtype
 from shardwise.hf.plans import fold_patterns
 from shardwise.hf.plans import plan as usual_plan
 from shardwise.nn.plan import REPLICATED, ModelPlan, PlanError, match_patterns, read_mesh
+from shardwise.nn.shard_module import find_blocks
 from shardwise.planner.candidates import (
     FREED,
     INPUTS,
     KEPT,
+    NARROW,
     Costs,
     Pins,
     Prices,
@@ -111,8 +115,9 @@ def format_bytes_of(count: float) -> str:
 class Finding:
     """What a search found beside the plan: its proof, its estimate, the other plans that were rehearsed.
 
-    `others`: input plan, seconds of a step and peak of each plan that was carried out, the best first. `again`: blocks
-    are computed again in the backward pass. `row_limit`: the memory that the problem was solved with, if it counted.
+    `others`: input plan, seconds of a step and peak of each plan that was carried out, the best first. `again`: the
+    blocks that are computed again in the backward pass. `row_limit`: the memory that the problem was solved with, if it
+    counted.
     """
 
     certificate: Certificate
@@ -122,7 +127,7 @@ class Finding:
     problem: PlanProblem = field(repr=False)
     solution: Solution = field(repr=False)
     row_limit: float | None
-    again: bool
+    again: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -158,8 +163,11 @@ class AutoPlanner:
 
     - `mesh`: a Mesh, or its text, as "dp=2,tp=4".
     - `memory_limit`: bytes of a rank, as a number or as "40GiB"; None: those of the device.
-    - `topology`: hosts and links, see `shardwise topology`; `device`, `optimizer`, `dtype`, `compute_dtype`, `again`
-      and `compiled` as for `estimate`; `again` None: whatever is faster.
+    - `topology`: hosts and links, see `shardwise topology`; `device`, `optimizer`, `dtype`, `compute_dtype` and
+      `compiled` as for `estimate`.
+    - `again`: blocks are computed again in the backward pass (`recompute` of the plan): True: all; False: none; None:
+      as many as make the step shortest, which are none where everything fits.
+    - `gather_dtype`: a dtype such as "bfloat16" in which parameters may be gathered and used, or patterns to dtypes.
     - `objective`: "seconds", or "bytes" that are received.
     - `fix`, `allow`, `forbid`: patterns of parameters, of modules (what they return) or "inputs", with placements; for
       `allow` and `forbid` lists of them. `units`: by pattern of parameters a dim and a length that is never cut.
@@ -184,7 +192,8 @@ class AutoPlanner:
     allow: Mapping[str, Sequence[str]] = field(default_factory=dict)
     forbid: Mapping[str, Sequence[str]] = field(default_factory=dict)
     units: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    again: bool | None = False
+    again: bool | None = None
+    gather_dtype: str | Mapping[str, str] | None = None
     compiled: bool = False
     time_limit: float = 30.0
 
@@ -208,16 +217,17 @@ class AutoPlanner:
         Without them `batch` sequences of a length are taken, of all ranks together; None: one for each rank.
         """
         search = Search(self, model, inputs, batch, sequence, loss)
+        blocks = tuple(find_blocks(model))
         if self.again is not None:
-            return search.run(self.again)
-        found: list[FoundPlan] = []
-        for again in (False, True):
-            try:
-                found.append(search.run(again))
-            except PlanError:
-                if again and not found:
-                    raise
-        return min(found, key=lambda plan: plan.finding.estimate.step_seconds)
+            return search.run(blocks if self.again else ())
+        found: FoundPlan | None = None
+        with suppress(*[DoesNotFit][: len(blocks)]):
+            found = search.run(())
+        return found if found is not None and not search.limit_counts(found) else search.run_with_some(blocks, found)
+
+
+class DoesNotFit(PlanError):
+    """No plan fits in memory."""
 
 
 class Search:
@@ -243,8 +253,10 @@ class Search:
         named = planner.compute_dtype or planner.dtype
         self.computed = None if named is None else find_dtype(named)
         self.started = time.monotonic()
-        self.tightened: dict[bool, float] = {}
+        self.tightened: dict[tuple[str, ...], float] = {}
+        self._best = math.inf  # of all that was rehearsed, whether it fits or not
         self.names = dict(model.named_parameters())
+        self.narrow = _find_narrow(self.names, planner.gather_dtype, planner.compute_dtype or planner.dtype)
         self.pins = Pins(planner.fix, planner.allow, planner.forbid, planner.units)
         modules = [name for name, _ in model.named_modules() if name]
         self.pins.check([INPUTS, *self.names, *modules])
@@ -258,7 +270,7 @@ class Search:
         eager = None if self.planner.compiled else self.device
         return Prices(self.mesh, self.topology, self.planner.objective, eager)
 
-    def build(self, again: bool, pins: Pins, *, tied: bool = True) -> Space:
+    def build(self, again: Sequence[str], pins: Pins, *, tied: bool = True) -> Space:
         """The problem, under some pins."""
         wanted = None if self.planner.dtype is None else find_dtype(self.planner.dtype)
         dtypes = {
@@ -268,12 +280,14 @@ class Search:
         hidden = self.device.overlap if self.planner.objective == "seconds" else 0.0
         hiding = hidden * HIDING[0], hidden * HIDING[1]
         optimizer = find_optimizer(self.planner.optimizer)
-        costs = Costs(self.device, optimizer, dtypes, self.prices, hiding, again, self.planner.compiled)
+        narrow = {name: d.itemsize for name, d in self.narrow.items()}
+        given = (self.device, optimizer, dtypes, self.prices, hiding, frozenset(again), self.planner.compiled, narrow)
+        costs = Costs(*given)
         shapes = {name: tuple(p.shape) for name, p in self.names.items()}
         return SpaceBuilder(self.graph, shapes, pins, costs, tied).build()
 
-    def run(self, again: bool) -> FoundPlan:
-        """The best plan, where blocks are computed again in the backward pass or not."""
+    def run(self, again: tuple[str, ...]) -> FoundPlan:
+        """The best plan in which these blocks are computed again in the backward pass."""
         space = self.build(again, self.pins)
         carried = self._carry_out_usual(space, again)
         for problem in self._variants(space):
@@ -287,7 +301,35 @@ class Search:
         if not fitting:
             self._refuse(again, carried)
         chosen = min(fitting, key=lambda c: (self._measure(c.estimate), len(str(c.plan))))
+        self._best = min(self._best, *(self._measure(c.estimate) for c in carried))
         return self._finish(space, chosen, carried, again)
+
+    def limit_counts(self, found: FoundPlan) -> bool:
+        """Whether the best plan without a limit of memory is better than one that was found."""
+        return found.finding.row_limit is not None or self._measure(found.finding.estimate) > self._best
+
+    def run_with_some(self, blocks: tuple[str, ...], found: FoundPlan | None) -> FoundPlan:
+        """The best plan in which some blocks are computed again: all, a half and so on, then numbers near the best.
+
+        `found`: the best plan in which none is; None where none fits. The first blocks of each list are taken.
+        """
+        lists: dict[str, list[str]] = {}
+        for block in blocks:
+            lists.setdefault(block.rpartition(".")[0], []).append(block)
+        longest = max(map(len, lists.values()), default=0)
+        tried, best, number = {0}, 0, longest
+        while number not in tried and (found is None or self._left() > 0):
+            tried.add(number)
+            some = tuple(b for own in lists.values() for b in own[: math.ceil(len(own) * number / longest)])
+            with suppress(*([] if found is None else [DoesNotFit])):
+                made = self.run(some)
+                if found is None or self._measure(made.finding.estimate) < self._measure(found.finding.estimate):
+                    found, best = made, number
+            number //= 2
+            if number in tried:  # between the best one and the next that is smaller
+                number = (best + max((n for n in tried if n < best), default=best)) // 2
+        assert found is not None
+        return found
 
     def _fits(self, carried: _Carried) -> bool:
         return carried.estimate.peak_bytes <= self.limit
@@ -302,7 +344,7 @@ class Search:
             yield without(space.problem, space.inputs, [k for k in range(count) if k != taken])
 
     def _solve_and_carry_out(
-        self, space: Space, problem: PlanProblem, again: bool, below: float = math.inf
+        self, space: Space, problem: PlanProblem, again: tuple[str, ...], below: float = math.inf
     ) -> list[_Carried]:
         """The plans of a problem's solution; solved again with less memory while the rehearsed peak is over the limit.
 
@@ -330,53 +372,58 @@ class Search:
         return self.planner.time_limit - (time.monotonic() - self.started)
 
     def carry_out(
-        self, space: Space, problem: PlanProblem, solution: Solution, limit: float | None, again: bool
+        self, space: Space, problem: PlanProblem, solution: Solution, limit: float | None, again: tuple[str, ...]
     ) -> list[_Carried]:
         """Plans whose rehearsals come nearer and nearer to a solution, those of the least time first."""
-        base, wanted = self.write_plan(space, solution), self._wanted_outputs(space, solution)
+        base, wanted = self.write_plan(space, solution, again), self._wanted_outputs(space, solution)
         made: list[_Carried] = []
-        pinned: dict[str, dict[str, Placement]] = {}
-        for _ in range(ROUNDS):
-            plan = replace(base, activations=self._fold_activations(pinned) or None)
-            try:
-                found, returned = self.rehearse(plan, again)
-            except (PlanError, ValueError, UserWarning):
+        every = fold_patterns({n: d.torch_name for n, d in self.narrow.items()}, list(self.names)) or None
+        for dtypes in [base.gather_dtype, every, None] if base.gather_dtype else [None]:
+            base = replace(base, gather_dtype=dtypes)  # what reads the results of a narrow module has to be so, too
+            pinned: dict[str, dict[str, Placement]] = {}
+            for _ in range(ROUNDS):
+                plan = replace(base, activations=self._fold_activations(pinned) or None)
+                try:
+                    found, returned = self.rehearse(plan)
+                except (PlanError, ValueError, UserWarning):
+                    break
+                made.append(_Carried(plan, found, solution, problem, limit))
+                if not self._pin_differences(wanted, returned, pinned):
+                    break
+            if made:
                 break
-            made.append(_Carried(plan, found, solution, problem, limit))
-            if not self._pin_differences(wanted, returned, pinned):
-                break
-        if not made:
+        else:
             raise Infeasible
-        made += self._free_parameters(made, again)
+        made += self._free_parameters(made)
         return sorted(made, key=lambda c: self._measure(c.estimate))
 
-    def _free_parameters(self, made: Sequence[_Carried], again: bool) -> list[_Carried]:
+    def _free_parameters(self, made: Sequence[_Carried]) -> list[_Carried]:
         """The smallest of these plans where none fits, with all gathered parameters freed after the forward pass."""
         smallest = min(made, key=lambda c: c.estimate.peak_bytes)
         if self._fits(smallest) or smallest.plan.reshard_after_forward is True or not smallest.plan.parameters:
             return []
         freed = replace(smallest.plan, reshard_after_forward=True)
         with suppress(PlanError, ValueError, UserWarning):
-            return [smallest._replace(plan=freed, estimate=self.rehearse(freed, again)[0])]
+            return [smallest._replace(plan=freed, estimate=self.rehearse(freed)[0])]
         return []
 
-    def _carry_out_usual(self, space: Space, again: bool) -> list[_Carried]:
+    def _carry_out_usual(self, space: Space, again: tuple[str, ...]) -> list[_Carried]:
         """The plans that people write by hand, the plainest first: the answer is never worse than these."""
         made: list[_Carried] = []
         for write in self._usual_plans(space):
             if made and self._left() < self.planner.time_limit * (1 - USUAL_SHARE):
                 break
             with suppress(PlanError, ValueError, NotImplementedError, UserWarning):
-                plan = write()
+                plan = replace(write(), recompute=self._fold_blocks(again))
                 even = self._cut_evenly(space, plan)
                 for each in (plan, even) if even is not plan else (plan,):
-                    estimate, returned = self.rehearse(each, again)
+                    estimate, returned = self.rehearse(each)
                     if self._keeps_pins(space, each, returned):
                         problem = space.problem
                         with suppress(PlanError):  # layouts that are no candidates, as uneven ones
                             problem = self._fix_layouts(space, each)
                         one = _Carried(each, estimate, None, problem, None)
-                        made += [one, *self._free_parameters([one], again)]
+                        made += [one, *self._free_parameters([one])]
         return made
 
     def _keeps_pins(self, space: Space, plan: ModelPlan, returned: Mapping[str, Placements]) -> bool:
@@ -448,7 +495,7 @@ class Search:
             problem = without(problem, choice, [k for k in range(len(layouts)) if k != taken])
         return problem
 
-    def rehearse(self, plan: ModelPlan, again: bool) -> tuple[Estimate, Mapping[str, Placements]]:
+    def rehearse(self, plan: ModelPlan) -> tuple[Estimate, Mapping[str, Placements]]:
         """The estimate of a plan, and where its modules return their results."""
         planner, rank = self.planner, find_fullest_rank(self.model, plan, self.planner.dtype)
         parts = plan.input_placements or plan.replicated.placements
@@ -456,7 +503,7 @@ class Search:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of plans that are only tried
             warnings.filterwarnings("error", message=".*the plan's `activations` keep a parameter where it is")
-            rehearsal = rehearse(self.model, plan, inputs, rank, self.computed, self.loss, again=again)
+            rehearsal = rehearse(self.model, plan, inputs, rank, self.computed, self.loss)
         batch = math.prod(n for p, n in zip(parts, self.mesh.shape, strict=True) if p == Shard(0))
         rows = [t.shape[0] for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.ndim]
         found = estimate(
@@ -470,13 +517,12 @@ class Search:
             topology=self.topology,
             device=self.device,
             inputs=inputs,
-            again=again,
             compiled=planner.compiled,
             rehearsal=rehearsal,
         )
         return found, rehearsal.returned
 
-    def write_plan(self, space: Space, solution: Solution) -> ModelPlan:
+    def write_plan(self, space: Space, solution: Solution, again: tuple[str, ...] = ()) -> ModelPlan:
         """A solution as patterns of parameters, an input plan, and what is freed after the forward pass."""
         by_id: dict[int, str] = {}
         every = dict(self.model.named_parameters(remove_duplicate=False))
@@ -485,12 +531,14 @@ class Search:
             placements = space.layouts[own][solution.taken[space.parameters[own]]]
             by_id[id(tensor)] = write_placements(placements, self.mesh)
         texts = {name: text for name, t in every.items() if (text := by_id[id(t)]) != "replicated"}
-        freed: dict[str, str] = {}
+        freed, narrow = dict[str, str](), dict[str, str]()
         gathered = False
         for number, moves in zip(space.graph.parameters.values(), space.graph.parameters, strict=True):
             ways = {m.name for m in solution.moves[space.flow_of[number]]} if number in space.flow_of else set()
-            gathered = gathered or bool(ways & {FREED, KEPT})
-            freed |= {moves: FREED} if FREED in ways else {}
+            gathered = gathered or any(way.startswith((FREED, KEPT)) for way in ways)
+            freed |= {moves: FREED} if any(way.startswith(FREED) for way in ways) else {}
+            if any(way.endswith(NARROW) for way in ways):
+                narrow |= {each: self.narrow[moves].torch_name for each in self._siblings(moves)}
         reshard: bool | list[str] | None = None
         if gathered:
             reshard = list(fold_patterns(freed, list(every))) if freed else False
@@ -499,7 +547,29 @@ class Search:
             fold_patterns(texts, list(every)),
             input_plan=write_placements(space.input_layouts[solution.taken[space.inputs]], self.mesh),
             reshard_after_forward=reshard,
+            gather_dtype=fold_patterns(narrow, list(every)) or None,
+            recompute=self._fold_blocks(again),
         )
+
+    def _siblings(self, name: str) -> list[str]:
+        """The parameters of a parameter's module that may be gathered in a narrower dtype: a module has one dtype."""
+        path = name.rpartition(".")[0]
+        return [other for other in self.narrow if other.rpartition(".")[0] == path]
+
+    def _fold_blocks(self, again: Sequence[str]) -> list[str] | None:
+        """Blocks that are computed again, as patterns; with numbers of layers as a range."""
+        lists: dict[str, list[str]] = {}
+        for block in again:
+            path, _, child = block.rpartition(".")
+            lists.setdefault(path, []).append(child)
+        found = []
+        for path, children in lists.items():
+            everyone = [name for name, _ in self.model.get_submodule(path).named_children()]
+            ends = (children[0], children[-1])
+            some = f"{{{ends[0]}-{ends[1]}}}" if len(children) > 2 else "{" + ",".join(children) + "}"
+            last = "*" if children == everyone else some if len(children) > 1 else children[0]
+            found.append(f"{path}.{last}" if path else last)
+        return found or None
 
     def _wanted_outputs(self, space: Space, solution: Solution) -> dict[str, Placements]:
         """Where a solution has what each module returns: as all of its readers want it, or as it is made."""
@@ -540,7 +610,7 @@ class Search:
         }
         return fold_patterns(texts, [name for name, _ in self.model.named_modules() if name])
 
-    def _carry_out_smallest(self, space: Space, again: bool) -> list[_Carried]:
+    def _carry_out_smallest(self, space: Space, again: tuple[str, ...]) -> list[_Carried]:
         """The plans of the solutions of least memory, with each placement of the inputs.
 
         Such a solution costs whatever it costs, and operators do not follow it: what a plan of it costs is found anew.
@@ -554,7 +624,7 @@ class Search:
                         made.append(each._replace(solution=None, problem=self._fix_layouts(space, each.plan)))
         return made
 
-    def _refuse(self, again: bool, carried: Sequence[_Carried]) -> None:
+    def _refuse(self, again: tuple[str, ...], carried: Sequence[_Carried]) -> None:
         """Say by how much the memory is too little, and which pins need it."""
         least = min((c.estimate.peak_bytes for c in carried), default=None)
         lines = [f"no plan of {type(self.model).__name__} on {self.mesh} fits in {format_bytes(self.limit)} a rank"]
@@ -567,13 +637,14 @@ class Search:
                 found = self._carry_out_smallest(self.build(again, self.pins.without(pattern)), again)
                 if any(map(self._fits, found)):
                     lines.append(f"without the pin of {pattern!r} it fits")
-        if not again:
-            lines.append("blocks that are computed again in the backward pass (again=True) need less")
-        raise PlanError("; ".join(lines))
+        if self.planner.again is False and find_blocks(self.model):
+            lines.append("blocks that are computed again in the backward pass (again=None) need less")
+        raise DoesNotFit("; ".join(lines))
 
-    def _finish(self, space: Space, chosen: _Carried, carried: Sequence[_Carried], again: bool) -> FoundPlan:
+    def _finish(self, space: Space, chosen: _Carried, carried: Sequence[_Carried], again: tuple[str, ...]) -> FoundPlan:
         solution = chosen.solution or solve(chosen.problem, time_limit=max(5.0, self._left()))
         bound, covers = self._prove(space, chosen, again)
+        covers += " in which these blocks are computed again" if again else ""
         spent = time.monotonic() - self.started
         certificate = Certificate(solution.cost, bound, self.planner.objective, covers, spent)
         others = sorted(
@@ -589,10 +660,13 @@ class Search:
             input_plan=plan.input_plan,
             reshard_after_forward=plan.reshard_after_forward,
             activations=plan.activations,
+            gather_dtype=plan.gather_dtype,
+            recompute=plan.recompute,
+            lengths=plan.lengths,
             finding=finding,
         )
 
-    def _prove(self, space: Space, chosen: _Carried, again: bool) -> tuple[float, str]:
+    def _prove(self, space: Space, chosen: _Carried, again: tuple[str, ...]) -> tuple[float, str]:
         """A bound below all solutions: that of the problem in which equal blocks may differ, if there is time."""
         limit, left = chosen.limit if chosen.solution is not None else None, max(5.0, self._left())
         tied = solve(space.problem, memory_limit=limit, time_limit=left, relaxed=True)
@@ -623,6 +697,19 @@ def split_inputs(inputs: Inputs, placements: Placements, mesh: Mesh) -> Inputs:
 
     made: Inputs = pytree.tree_map_only(Tensor, take, inputs)
     return made
+
+
+def _find_narrow(
+    parameters: Mapping[str, Tensor], given: str | Mapping[str, str] | None, used: str | None
+) -> dict[str, DType]:
+    """The dtypes with fewer bytes in which parameters may be gathered, by name."""
+    floating = [name for name, p in parameters.items() if p.is_floating_point()]
+    if given is None:
+        return {}
+    patterns = match_patterns(given, floating) if isinstance(given, Mapping) else dict.fromkeys(floating, "")
+    named = {name: find_dtype(given[p] if isinstance(given, Mapping) else given) for name, p in patterns.items()}
+    own = {name: find_dtype(used or str(parameters[name].dtype)) for name in named}
+    return {name: dtype for name, dtype in named.items() if dtype.itemsize < own[name].itemsize}
 
 
 def parse_size(text: str) -> int:

@@ -6,8 +6,10 @@
    whole or split along the batch, all alike.
 3. A tensor that is wanted elsewhere is moved, and its gradient is moved back: that of a tensor that is whole where its
    reader is split is summed. Both are planned and priced as `plan_transfer` does for the running program.
-4. Parameters that are gathered are kept for the backward pass, which takes memory, or freed and gathered again.
-5. Pins: patterns of parameters, "inputs" or modules, with the placements that are allowed, or not.
+4. Parameters that are gathered are kept for the backward pass, which takes memory, or freed and gathered again; where
+   the user allows it, they are gathered in a narrower dtype.
+5. Blocks that are computed again keep their inputs only. Where some of equal blocks are, each has its share of that.
+6. Pins: patterns of parameters, "inputs" or modules, with the placements that are allowed, or not.
 
 Prices depend on how dims are cut, and not on their names: a move is planned once for all that are alike.
 """
@@ -39,6 +41,7 @@ from shardwise.planner.graph import (
     Node,
     Placements,
     find_classes,
+    nodes_of_blocks,
 )
 from shardwise.planner.program import Exclusion, Flow, FlowMove, PlanChoice, PlanProblem
 from shardwise.transfer import Topology, plan_transfer
@@ -51,7 +54,7 @@ SMALL = 64  # elements of a result that every rank may compute
 UNEVEN = 16  # a dim that its ranks do not divide is split if it has this many times as many elements
 INPUTS = "inputs"
 BACKWARD_PRODUCTS, BACKWARD_BYTES = 2.0, 1.5  # of the backward pass, for one of the forward pass
-KEPT, FREED = "kept", "freed"
+KEPT, FREED, NARROW = "kept", "freed", ", narrow"
 
 
 class Candidate(NamedTuple):
@@ -238,15 +241,19 @@ def _matches(pattern: str, *names: str) -> bool:
 
 @dataclass(frozen=True)
 class Costs:
-    """What decides between candidates: the device, the optimizer, prices of moves, what may hide."""
+    """What decides between candidates: the device, the optimizer, prices of moves, what may hide.
+
+    `recompute`: the blocks that are computed again; `narrow`: bytes of an element in which parameters may be gathered.
+    """
 
     device: Device
     optimizer: OptimizerState
     dtypes: Mapping[str, DType]
     prices: Prices
     hiding: tuple[float, float]
-    recompute: bool = False
+    recompute: frozenset[str] = frozenset()
     compiled: bool = False
+    narrow: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -274,6 +281,18 @@ class FlowOrigin(NamedTuple):
     wanted: tuple[Wanted, ...]
 
 
+class _FlowUse(NamedTuple):
+    """How a flow is used: the share of its readers that is computed again, and what is held of it for the others.
+
+    `enters`: it is read in a block that does not make it; `itemsize`: bytes of an element in which it may be gathered.
+    """
+
+    again: float
+    kept: float
+    enters: bool
+    itemsize: int
+
+
 class SpaceBuilder:
     """Builds the problem of a graph, step by step."""
 
@@ -282,7 +301,10 @@ class SpaceBuilder:
         self.shapes = {name: tuple(shape) for name, shape in names.items()}
         self.classes = find_classes(graph, list(names), tied=tied)
         self.alike = self.classes if tied else find_classes(graph, list(names))
-        self._made: dict[tuple[int, str], tuple[tuple[Candidate, ...], tuple[float, ...], tuple[float, ...]]] = {}
+        self._block_of = {n: block for block, members in nodes_of_blocks(graph).items() for n in members}
+        self._made: dict[
+            tuple[int, str, float], tuple[tuple[Candidate, ...], tuple[float, ...], tuple[float, ...]]
+        ] = {}
         self._moves: dict[Any, tuple[FlowMove, ...]] = {}
         self.choices: list[PlanChoice] = []
         self.candidates: dict[int, tuple[Candidate, ...]] = {}
@@ -384,11 +406,12 @@ class SpaceBuilder:
     def _add_node(self, number: int, count: int) -> None:
         node, modules = self.graph.nodes[number], self._modules_of[number]
         pinned = self.pins.describe(*modules) if self.pins.patterns and self._is_last(node) else ""
-        key = self.alike.nodes[number], pinned
+        key = self.alike.nodes[number], pinned, self._again[number]
         if key not in self._made:
             own = tuple(self._combine(node, [self.pins.allows(module, self.mesh) for module in modules]))
-            costs = tuple(self._node_cost(node, c) for c in own)
-            self._made[key] = own, costs, tuple(self._node_memory(node, c) for c in own)
+            costs = tuple(self._node_cost(node, c, self._again[number]) for c in own)
+            left = self._kept_share(self._again[number], count)
+            self._made[key] = own, costs, tuple(left * self._node_memory(node, c) for c in own)
         found, costs, memory = self._made[key]
         if not found:
             raise PlanError(
@@ -398,6 +421,18 @@ class SpaceBuilder:
         self.nodes[number] = len(self.choices)
         self.candidates[number] = found
         self.choices.append(PlanChoice(f"{node.module}: {node.call.op}", count, costs, memory))
+
+    @cached_property
+    def _again(self) -> dict[int, float]:
+        """Of the nodes that are decided together, by the number of the first, the share that is computed again."""
+        found: dict[int, list[bool]] = {}
+        for number, own in enumerate(self.classes.nodes):
+            found.setdefault(own, []).append(self._block_of.get(number) in self.costs.recompute)
+        return {own: sum(each) / len(each) for own, each in found.items()}
+
+    def _kept_share(self, again: float, count: int) -> float:
+        """What is held for the backward pass: of the blocks that are computed again, one at a time."""
+        return min(1.0, 1 - again + 1 / count) if again else 1.0
 
     @cached_property
     def _modules_of(self) -> dict[int, tuple[str, ...]]:
@@ -448,7 +483,7 @@ class SpaceBuilder:
     def _is_last(self, node: Node) -> bool:
         return bool(node.outputs) and node.outputs[0] in self._last_nodes
 
-    def _node_cost(self, node: Node, candidate: Candidate) -> float:
+    def _node_cost(self, node: Node, candidate: Candidate, again: float) -> float:
         prices, axes = self.costs.prices, candidate.strategies
         parts = math.prod(n for s, n in zip(axes, self.mesh.shape, strict=True) if is_split(s))
         moving = 0.0
@@ -456,13 +491,13 @@ class SpaceBuilder:
             others = parts // (ranks if is_split(strategy) else 1)
             for move in strategy.moves:
                 width = max(1, round(move.dtype.itemsize / others))
-                moving += 2 * prices.of_layouts(move.src, move.dst, width, move.dtype.itemsize)[0]
+                moving += (2 + again) * prices.of_layouts(move.src, move.dst, width, move.dtype.itemsize)[0]
         if prices.objective == "bytes":
             return moving
-        return moving + self._computing(node, candidate, parts)
+        return moving + self._computing(node, candidate, parts, again)
 
-    def _computing(self, node: Node, candidate: Candidate, parts: int) -> float:
-        """Seconds of a node's operators on one rank: forward, and backward where there is one."""
+    def _computing(self, node: Node, candidate: Candidate, parts: int, again: float) -> float:
+        """Seconds of a node's operators on one rank: forward, backward where there is one, and forward again."""
         device = self.costs.device
         back = any(self.graph.values[v].differentiated for v in node.outputs)
         tensors = [*zip(node.inputs, (p for p, _ in candidate.inputs), strict=True)]
@@ -476,7 +511,7 @@ class SpaceBuilder:
             nbytes = (
                 min(operator.nbytes, max(local, operator.nbytes / parts)) if operator.flops else operator.nbytes / parts
             )
-            times = 1.0 + back * (BACKWARD_PRODUCTS if operator.flops else BACKWARD_BYTES) + self.costs.recompute
+            times = 1.0 + back * (BACKWARD_PRODUCTS if operator.flops else BACKWARD_BYTES) + again
             shape = _local_product(operator.shape, candidate, self.mesh)
             seconds = node_seconds(
                 device, flops=operator.flops / parts, nbytes=nbytes, shape=shape, dtype=operator.dtype
@@ -486,8 +521,6 @@ class SpaceBuilder:
         return total
 
     def _node_memory(self, node: Node, candidate: Candidate) -> float:
-        if self.costs.recompute:
-            return 0.0
         parts = math.prod(n for s, n in zip(candidate.strategies, self.mesh.shape, strict=True) if is_split(s))
         held = node.kept_bytes / parts
         for number, placements in zip(node.outputs, candidate.outputs, strict=True):
@@ -557,13 +590,17 @@ class SpaceBuilder:
         made = list(dict.fromkeys(by_candidate))
         wishes = [[c.inputs[place] for c in self.candidates[own]] for own, place in reading]
         wanted = list(dict.fromkeys(w for several in wishes for w in several))
-        key = (value.source, value.shape, value.itemsize, value.differentiated, value.kept, tuple(made), tuple(wanted))
+        shared = max((self._again[own] for own, _ in reading), default=0.0)
+        narrow = self.costs.narrow.get(value.name, value.itemsize) if value.source == PARAMETER else value.itemsize
+        use = _FlowUse(shared, self._kept_share(shared, count), self._enters_block(value.number), narrow)
+        named = (value.source, value.shape, value.itemsize, value.differentiated, value.kept)
+        key = (*named, use, tuple(made), tuple(wanted))
         if key not in self._moves:
             self._moves[key] = tuple(
                 move
                 for a, src in enumerate(made)
                 for b, (dst, varying) in enumerate(wanted)
-                for move in self._find_moves(value, a, src, b, dst, varying)
+                for move in self._find_moves(value, use, a, src, b, dst, varying)
             )
         moves = self._moves[key]
         taken = tuple(made.index(p) for p in by_candidate)
@@ -584,8 +621,33 @@ class SpaceBuilder:
             for p in placements
         )
 
+    @cached_property
+    def _readers(self) -> dict[int, set[str | None]]:
+        """The blocks in which each value is read, by its number."""
+        found: dict[int, set[str | None]] = {}
+        for number, node in enumerate(self.graph.nodes):
+            for read in node.inputs:
+                found.setdefault(read, set()).add(self._block_of.get(number))
+        return found
+
+    @cached_property
+    def _makers(self) -> dict[int, str | None]:
+        """The block in which each value is made, by its number."""
+        return {v: self._block_of.get(n) for n, node in enumerate(self.graph.nodes) for v in node.outputs}
+
+    def _enters_block(self, number: int) -> bool:
+        """Whether a value is read in another block than that in which it is made."""
+        return bool(self._readers.get(number, set()) - {None, self._makers.get(number)})
+
     def _find_moves(
-        self, value: GraphValue, a: int, src: Placements, b: int, dst: Placements, varying: tuple[bool, ...]
+        self,
+        value: GraphValue,
+        use: _FlowUse,
+        a: int,
+        src: Placements,
+        b: int,
+        dst: Placements,
+        varying: tuple[bool, ...],
     ) -> list[FlowMove]:
         """The ways from one layout to another; none where the reader wants parts as addends.
 
@@ -610,18 +672,36 @@ class SpaceBuilder:
             back = prices.move(shape, itemsize, gradient, target, "gradient" if is_parameter else "activation")
         held = value.nbytes * local_share(shape, dst, self.mesh)
         if not is_parameter:
-            kept = held if value.kept and not self.costs.recompute else 0.0
-            return [FlowMove(a, b, there + back + (there if self.costs.recompute else 0.0), kept)]
-        if prices.objective == "bytes":
-            ways = [FlowMove(a, b, there + back, held, name=KEPT), FlowMove(a, b, 2 * there + back, name=FREED)]
-        else:
-            moved = self.costs.compiled or (there > 0 and value.nbytes >= LEAST_BYTES)
-            exposed, beside = (0.0, back) if moved else (back, 0.0)  # eagerly, only what is gathered is summed later
-            once = FlowMove(a, b, exposed, held, there, beside, KEPT)
-            ways = [once, FlowMove(a, b, exposed, 0.0, 2 * there, beside, FREED)]
+            kept = held * use.kept if value.kept else 0.0
+            if use.enters and value.floating:  # the inputs of blocks that are computed again, as they are made
+                kept += use.again * value.nbytes * local_share(shape, src, self.mesh)
+            return [FlowMove(a, b, (1 + use.again) * there + back, kept)]
+        ways = self._ways_to_gather(value, use, FlowMove(a, b, 0.0, held * use.kept), there, back)
         if not there:
             return [ways[0]._replace(memory=0.0, name="")]
-        return ways[1:] if self.costs.recompute else ways
+        if use.itemsize < itemsize:  # gradients that travel so are added up in 32 bits
+            there, back = (x * use.itemsize / itemsize if prices.objective == "bytes" else x for x in (there, back))
+            if prices.objective == "seconds":
+                there = prices.move(shape, use.itemsize, src, dst, "gather")
+                back = prices.move(shape, use.itemsize, gradient, target, "gradient") if value.differentiated else 0.0
+            fewer = FlowMove(a, b, 0.0, held * use.kept * use.itemsize / itemsize)
+            ways += [w._replace(name=w.name + NARROW) for w in self._ways_to_gather(value, use, fewer, there, back)]
+        return ways if use.again < 1 else [way for way in ways if way.name.startswith(FREED)]
+
+    def _ways_to_gather(
+        self, value: GraphValue, use: _FlowUse, whole: FlowMove, there: float, back: float
+    ) -> list[FlowMove]:
+        """A parameter is kept for the backward pass, or freed; blocks that are computed again gather it again."""
+        again = 1 + use.again
+        if self.costs.prices.objective == "bytes":
+            kept = whole._replace(cost=again * there + back, name=KEPT)
+            return [kept, whole._replace(cost=2 * there + back, memory=0.0, name=FREED)]
+        kept, freed = whole._replace(name=KEPT), whole._replace(memory=0.0, name=FREED)
+        if self.costs.compiled or value.nbytes >= LEAST_BYTES:
+            beside = back if there or self.costs.compiled else 0.0  # eagerly, only what is gathered is summed later
+            kept, freed = (way._replace(cost=back - beside, beside=beside) for way in (kept, freed))
+            return [kept._replace(ahead=again * there), freed._replace(ahead=2 * there)]
+        return [kept._replace(cost=again * there + back), freed._replace(cost=2 * there + back)]
 
 
 def _output(strategy: AxisStrategy, number: int) -> Placement:

@@ -26,7 +26,7 @@ from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, Mesh, Partial, Placement, Replicate, Shard
 from shardwise.geometry.notation import DType
 from shardwise.nn.plan import REPLICATED, ModelPlan, PlanError
-from shardwise.nn.shard_module import shard_by_patterns
+from shardwise.nn.shard_module import find_blocks, shard_by_patterns
 from shardwise.nn.stages import NoValues
 from shardwise.ops.explain import watch_calls
 from shardwise.ops.implicit_replication import plain_as_replicated
@@ -39,7 +39,6 @@ from shardwise.planner.rehearsal import (
     MeteredOperator,
     StepMeter,
     copy_to_meta,
-    find_blocks,
     inputs_on_meta,
     note_modules,
     silent_comm,
@@ -359,7 +358,7 @@ def find_classes(graph: Graph, names: Sequence[str], *, tied: bool = True) -> Cl
     (0, 1, 1, 3)
     """
     nodes, parameters = list(range(len(graph.nodes))), {name: name for name in names}
-    blocks = _nodes_of_blocks(graph) if tied else {}
+    blocks = nodes_of_blocks(graph) if tied else {}
     first: dict[Hashable, str] = {}
     for block, members in blocks.items():
         own = {name.removeprefix(f"{block}."): name for name in names if name.startswith(f"{block}.")}
@@ -370,7 +369,8 @@ def find_classes(graph: Graph, names: Sequence[str], *, tied: bool = True) -> Cl
     return Classes(tuple(nodes), parameters)
 
 
-def _nodes_of_blocks(graph: Graph) -> dict[str, list[int]]:
+def nodes_of_blocks(graph: Graph) -> dict[str, list[int]]:
+    """The nodes that run in each block, by number."""
     found: dict[str, list[int]] = {block: [] for block in graph.blocks}
     for number, node in enumerate(graph.nodes):
         parts = node.module.split(".")

@@ -40,9 +40,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -51,7 +51,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from shardwise._cache import cached
@@ -61,11 +60,10 @@ from shardwise.comm import use_comm
 from shardwise.comm.stand_in import StandInComm
 from shardwise.geometry import Placement
 from shardwise.geometry.notation import DType, find_dtype
-from shardwise.nn.plan import ModelPlan, PlanError, match_patterns
+from shardwise.nn.plan import ModelPlan, PlanError
 from shardwise.nn.shard_module import shard_by_patterns
 from shardwise.nn.stages import NoValues
 from shardwise.ops.dispatch_cache import note_special
-from shardwise.ops.implicit_replication import plain_as_replicated
 from shardwise.ops.registration import register_sharding, remove_sharding
 from shardwise.ops.rules.attention import attention
 from shardwise.ops.views import mesh_view
@@ -269,6 +267,8 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped 
         nbytes = 0 if func in _WRITES_NOTHING else sum(t.numel() * t.element_size() for t in (*given, *made))
         first = made[0] if made else given[0] if given else None
         shape = _product_shape(given[-2:]) if flops else None
+        if flops and len(kinds := {t.dtype for t in given if t.is_floating_point()}) > 1:  # not seen on the meta device
+            raise RuntimeError(f"{func} of {' and '.join(sorted(map(str, kinds)))}")
         dtype = "f32" if first is None else _short_dtype(first.dtype)
         self.operators.append(MeteredOperator(flops, nbytes, shape, dtype))
         for tensor in made:
@@ -401,7 +401,7 @@ def rehearse(
 ) -> Rehearsal:
     """Run one step of a model, whose parameters may be on the meta device, as one rank of a plan.
 
-    `again`: modules that are computed again in the backward pass, by patterns; True: all blocks (`find_blocks`).
+    `again`: modules that are computed again in the backward pass, in place of those of the plan (`recompute`).
 
     >>> from shardwise.geometry import Mesh
     >>> plan = ModelPlan(Mesh.of(tp=2), {"weight": "S(0)"}, input_plan="replicated")
@@ -411,6 +411,7 @@ def rehearse(
     """
     if plan.stages is not None:
         raise PlanError("a plan with stages has no step of a whole model: leave out its stages and the axis pp")
+    plan = replace(plan, recompute=again) if again else plan
     dtype: torch.dtype | None = None if computed is None else getattr(torch, computed.torch_name)
     twin = copy_to_meta(model, dtype)
     ranks = tuple(sorted(plan.mesh.ranks.reshape(-1).tolist()))
@@ -418,7 +419,6 @@ def rehearse(
     meter, given = StepMeter(), inputs_on_meta(inputs, dtype)
     with step_without_values(comm):
         shard_by_patterns(twin, plan, 0, comm)
-        _compute_again(twin, again)
         with torch.device("meta"), NoValues(), meter:
             try:
                 return _run_step(twin, given, loss or sum_of_outputs, meter)
@@ -440,39 +440,6 @@ def step_without_values(comm: StandInComm) -> Iterator[None]:
     """One rank's step in a `with` block: one at a time in a process, with gradients, attention as kernels keep it."""
     with _one_at_a_time, fused_attention(), use_comm(comm), torch.enable_grad():
         yield
-
-
-def find_blocks(model: nn.Module) -> list[str]:
-    """The modules of the outermost lists of a model: its layers.
-
-    >>> find_blocks(nn.Sequential(nn.Embedding(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])))
-    ['1.0', '1.1']
-    """
-    lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) > 1]
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    parts = dict(model.named_modules())
-    return [f"{name}.{child}" for name in outer for child, _ in parts[name].named_children()]
-
-
-def _compute_again(model: nn.Module, again: bool | Sequence[str]) -> None:
-    """Let modules keep their inputs only, and compute what they need for the backward pass a second time."""
-    if not again:
-        return
-    parts = {name: part for name, part in model.named_modules() if name}
-    names = find_blocks(model) if again is True else list(match_patterns(again, list(parts), "module"))
-    if not names:
-        raise PlanError(
-            f"{type(model).__name__} has no list of blocks (nn.ModuleList) to compute again; name modules by patterns, "
-            "as in again=['layers.*']"
-        )
-    for name in names:
-        part = parts[name]
-        part.forward = partial(checkpoint, part.forward, use_reentrant=False, context_fn=_second_time)
-
-
-def _second_time() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The second time, outside of the model's forward pass, plain tensors are read as in it."""
-    return nullcontext(), plain_as_replicated()
 
 
 @contextmanager

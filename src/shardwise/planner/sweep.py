@@ -187,9 +187,9 @@ def sweep(
 def _find_better(search: Search, rows: Sequence[SweepRow]) -> str:
     """The plan that is known to be better in time and memory than all on a mesh, in words; empty if there is none."""
     known = [row for row in rows if row.plan is not None]
-    if not known or search.planner.again is None:
+    if not known or search.planner.again is not False:
         return ""
-    space = search.build(search.planner.again, search.pins)
+    space = search.build((), search.pins)
     try:
         least = solve(space.problem, relaxed=True).cost
     except Infeasible:
