@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,49 @@ def test_pins_hold() -> None:
 def test_pins_that_leave_nothing_say_why(pins: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         AutoPlanner("tp=2", device=SLOW, topology=FAST, **pins).plan(Net(), make_ids(3, 16))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"memory_limit": "lots"}, "'lots' is not a number of bytes"),
+        ({"memory_limit": "infGB"}, "'infGB' is not a number of bytes"),
+        ({"memory_limit": -1}, "memory_limit is a number of bytes above 0.* got -1"),
+        ({"memory_limit": True}, "memory_limit is a number of bytes"),
+        ({"again": "yes"}, "again is True, False or None; got 'yes'"),
+        ({"time_limit": 0}, "time_limit is a number of seconds above 0; got 0"),
+        ({"topology": "8"}, r"topology is a Topology, such as Topology\(ranks_per_host=8\); got '8'"),
+        ({"device": "foo"}, "the device 'foo' is not known"),
+        ({"dtype": "i32"}, "dtype is 'i32', which cannot be trained in"),
+        ({"gather_dtype": {"*": "i8"}}, "gather_dtype is 'i8', which cannot be trained in"),
+        (
+            {"fix": {"up.*": "dp: S(0)"}},
+            r"the pin of 'up\.\*' to 'dp: S\(0\)': .* names the axis 'dp'; the mesh has tp",
+        ),
+        ({"fix": "up"}, "fix maps patterns to what is pinned"),
+        ({"allow": {"up.*": "S(0)"}}, r"allow 'up\.\*' has a list of placements, as in \['S\(0\)'\]"),
+        ({"units": {"up.*": (0, 0)}}, "is a dim and a length of at least 1"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        AutoPlanner("tp=2", **wrong)
+
+
+def test_wrong_models_and_inputs_are_named() -> None:
+    planner = AutoPlanner("tp=2", device=SLOW, topology=FAST)
+    for model, inputs, message in (
+        (nn.ReLU(), (torch.ones(2, 2),), "a plan lays out the parameters of a module; ReLU has none"),
+        (Wide(), torch.ones(8, 16), r"got a tensor of shape \(8, 16\): pass \(x,\)"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            planner.plan(model, inputs)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="batch and sequence are at least 1; got 0"):
+        planner.plan(Wide(), batch=0)
+    with pytest.raises(PlanError, match=r"units 'up\.weight': up\.weight of shape \(64, 16\) has no dim 2"):
+        replace(planner, units={"up.weight": (2, 4)}).plan(Wide(), (torch.ones(8, 16),))
+    with pytest.raises(PlanError, match=r"fits in 1\.0 kB a rank; memory: the smallest needs .* more$"):
+        replace(planner, memory_limit="1kB").plan(Wide(), (torch.ones(8, 16),))
 
 
 def test_a_pin_of_a_later_block_counts() -> None:

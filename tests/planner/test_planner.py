@@ -430,6 +430,16 @@ def test_what_cannot_be_guessed_or_run_is_named() -> None:
         sum_of_outputs(torch.ones(2))
 
 
+def test_a_split_of_a_dim_that_no_input_has_is_named() -> None:
+    plan = ModelPlan(Mesh.of(tp=2), {}, input_plan="tp: S(5)")
+    message = r"input_plan tp: S\(5\) splits dim 5, and the inputs have the shapes \(4, 16\)"
+    with pytest.raises(PlanError, match=message):
+        estimate(nn.Linear(16, 4), plan, inputs=(torch.ones(4, 16),))
+    nets = [nn.Linear(16, 4) for _ in range(2)]
+    with pytest.raises(shardwise.LayoutError, match=message):
+        run_local(lambda comm: shard_module(nets[comm.rank], plan)(torch.ones(4, 16)), 2)
+
+
 def test_plans_of_ranks_are_those_of_moves() -> None:
     found = estimate(Net(), TENSOR, batch=BATCH, sequence=SEQUENCE)
     move = next(m for m in found.moves if not m.backward)

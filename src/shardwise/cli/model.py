@@ -288,7 +288,9 @@ def report_plan(
     try:
         with redirect_stdout(sys.stderr):  # the user's module and its forward pass may print
             loaded = load_model(source)
-            planner = AutoPlanner(mesh or f"{axes[0]}={ranks}", **options)
+            planner = AutoPlanner(
+                mesh or ",".join([f"{axes[0]}={ranks}", *(f"{axis}=1" for axis in axes[1:])]), **options
+            )
             if ranks is not None:
                 found = sweep(planner, loaded.model, ranks, loaded.inputs, axes=axes, **given)
                 plan = found.fastest

@@ -35,6 +35,7 @@ import copy
 import hashlib
 import io
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, Token
@@ -355,6 +356,7 @@ def _place_tensors(
     _refuse_transforms([found[i] for i in plain], comm)
     shapes = [tuple(found[i].shape) for i in plain]
     wanted = [tuple((named[i] if named else None) or placements) for i in plain]
+    _check_dims([shape for i, shape in zip(plain, shapes, strict=True) if not (named and named[i])], mesh, placements)
     batches = [batch_placements(each) for each in wanted]
     if any(isinstance(p, Shard) for each in batches for p in each):
         given = [pads[i] if pads else None for i in plain]
@@ -375,6 +377,17 @@ def _place_tensors(
         if each != batch:
             found[index] = _cut_input(found[index], each, is_named=bool(named) and named[index] is not None)
     return found
+
+
+def _check_dims(shapes: Sequence[tuple[int, ...]], mesh: Mesh, placements: Sequence[Placement]) -> None:
+    """Raise if a plan splits a dim that none of the inputs has."""
+    most = max(map(len, shapes), default=math.inf)
+    for axis, placement in zip(mesh.axes, placements, strict=True):
+        if isinstance(placement, Shard) and placement.dim > 1 and placement.dim >= most:
+            raise LayoutError(
+                f"inputs: the plan's input_plan {axis}: {format_placement(placement)} splits dim {placement.dim}, and "
+                f"the inputs have the shapes {', '.join(map(str, shapes[:4]))}; split one of their dims"
+            )
 
 
 def _join_items(name: str, value: Any, plan: ModelPlan, comm: Comm) -> Any:

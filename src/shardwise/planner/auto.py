@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -50,6 +50,7 @@ from shardwise.planner.candidates import (
 from shardwise.planner.estimate import (
     Estimate,
     OptimizerState,
+    check_float,
     estimate,
     find_device,
     find_fullest_rank,
@@ -202,6 +203,28 @@ class AutoPlanner:
             raise PlanError(f"the objective is 'seconds' or 'bytes', got {self.objective!r}")
         mesh = read_mesh(self.mesh) if isinstance(self.mesh, str) else to_mesh(self.mesh)
         object.__setattr__(self, "mesh", mesh)
+        self._check(mesh)
+
+    def _check(self, mesh: Mesh) -> None:
+        given: dict[str, Any] = vars(self)
+        limit, again, seconds, topology = (given[n] for n in ("memory_limit", "again", "time_limit", "topology"))
+        size = parse_size(limit) if isinstance(limit, str) else 1 if limit is None else limit
+        if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
+            raise PlanError(
+                f"memory_limit is a number of bytes above 0, a text such as '40GiB', or None; got {limit!r}"
+            )
+        if again not in (True, False, None):
+            raise PlanError(f"again is True, False or None; got {again!r}")
+        if not isinstance(seconds, int | float) or not seconds > 0:
+            raise PlanError(f"time_limit is a number of seconds above 0; got {seconds!r}")
+        if not isinstance(topology, Topology | None):
+            raise PlanError(f"topology is a Topology, such as Topology(ranks_per_host=8); got {topology!r}")
+        find_device(self.device), find_optimizer(self.optimizer)
+        dtypes = self.gather_dtype.values() if isinstance(self.gather_dtype, Mapping) else [self.gather_dtype]
+        check_float(dtype=self.dtype, compute_dtype=self.compute_dtype)
+        for dtype in dtypes:
+            check_float(gather_dtype=dtype)
+        Pins(self.fix, self.allow, self.forbid, self.units).read(mesh)
 
     def plan(
         self,
@@ -216,6 +239,7 @@ class AutoPlanner:
 
         Without them `batch` sequences of a length are taken, of all ranks together; None: one for each rank.
         """
+        _check_given(model, inputs, batch, sequence)
         search = Search(self, model, inputs, batch, sequence, loss)
         blocks = tuple(find_blocks(model))
         if self.again is not None:
@@ -247,7 +271,7 @@ class Search:
         self.topology = planner.topology or Topology(ranks_per_host=8)
         self.device = find_device(planner.device)
         limit = planner.memory_limit
-        self.limit = parse_size(limit) if isinstance(limit, str) else limit or self.device.memory_bytes
+        self.limit = parse_size(limit) if isinstance(limit, str) else int(limit or self.device.memory_bytes)
         self.device = replace(self.device, memory_bytes=self.limit)
         self.inputs = make_inputs(model, batch or self.mesh.size, sequence) if inputs is None else inputs
         named = planner.compute_dtype or planner.dtype
@@ -699,6 +723,18 @@ def split_inputs(inputs: Inputs, placements: Placements, mesh: Mesh) -> Inputs:
     return made
 
 
+def _check_given(model: Any, inputs: Any, batch: int | None, sequence: int) -> None:
+    if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+        raise PlanError(f"a plan lays out the parameters of a module; {type(model).__name__} has none")
+    if isinstance(inputs, Tensor):
+        raise PlanError(
+            "inputs are the arguments of a forward pass, as a tuple or a dict; got a tensor of shape "
+            f"{tuple(inputs.shape)}: pass (x,)"
+        )
+    if (batch is not None and batch < 1) or sequence < 1:
+        raise PlanError(f"batch and sequence are at least 1; got {batch} and {sequence}")
+
+
 def _find_narrow(
     parameters: Mapping[str, Tensor], given: str | Mapping[str, str] | None, used: str | None
 ) -> dict[str, DType]:
@@ -724,7 +760,7 @@ def parse_size(text: str) -> int:
     base = 1024 if unit.endswith("IB") else 1000
     try:
         return int(float(number) * base ** powers[unit.removesuffix("IB").removesuffix("B")])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         raise PlanError(f"{text!r} is not a number of bytes; write for example 64MB or 40GiB") from None
 
 

@@ -8,8 +8,9 @@
    CPU the clock is that of the thread, which other programs do not disturb: among figures of which some are too good by
    chance, a search would find just those. How long a rank waits for a core is one figure for all of them: of the turns
    the one in which ranks had most of the cores.
-4. Small steps that gather parameters, sum gradients and move activations show what the engine adds to a move in a step,
-   where ranks meet each other on their way and do not wait for the first message of an idle link.
+4. In a step operators read what is not in the caches: larger steps of one rank show by how much slower memory and
+   products are there. Small steps that gather parameters, sum gradients and move activations show what the engine adds
+   to a move in a step, where ranks meet each other on their way and do not wait for the first message of an idle link.
 5. The result is written with its samples, so that the fit can be checked and repeated: `Topology.from_file`.
 """
 
@@ -52,6 +53,7 @@ FASTEST = 1e-12  # seconds per byte, where the samples show no cost of bytes
 TOO_FAR = 0.25
 TURNS, PREFER = 8, 0.3
 STRETCH_SECONDS = 0.04
+Measure: TypeAlias = Callable[[Sequence[tuple[Callable[[], Any], int]], int], list[float]]
 SMALL_ROWS = 256  # many enough for fully sharded layers to gather their parameters, rather than move their inputs
 LEAST_STEP = (1e-8, 1e-9, 1e-9, 1e-13)  # of call, latency, overhead, byte
 
@@ -385,11 +387,11 @@ def _time_device(comm: Comm, repeats: int, stretch: float, topology: Topology) -
         overlap=1.0 if device.type != "cpu" else min(1.0, max(0.0, _cores() / sharing - 1)),
         products=products,
     )
-    alone = _SmallStep.of(ModelPlan(Mesh.of(x=1), {}, input_plan="replicated"), LocalComm.alone(), comm.device)
-    computing = lay_out_eager(alone.rehearsal, alone.price(Topology(1)), replace(made, asynchronous=False)).compute
-    spent = measure([(alone.run, 1)], repeats)[0] - computing
-    made = replace(made, eager_call=max(0.0, spent / len(alone.rehearsal.operators)))
-    return made if made.asynchronous or comm.world_size == 1 else _time_engine(comm, repeats, made, topology)
+    if made.asynchronous:
+        step = _SmallStep.alone(small_layers(32), (SMALL_ROWS, 32))
+        spent = measure([(step.run, 1)], repeats)[0] - step.computing(made)
+        return replace(made, eager_call=max(0.0, spent / len(step.rehearsal.operators)))
+    return _time_steps(comm, repeats, made, topology, measure)
 
 
 class _SmallStep(NamedTuple):
@@ -400,21 +402,12 @@ class _SmallStep(NamedTuple):
     run: Callable[[], None]
 
     @classmethod
-    def of(cls, plan: ModelPlan, comm: Comm, device: torch.device) -> _SmallStep:
-        """Forward and backward of four pairs of layers under a plan."""
-        width = max(32, comm.world_size)
-
-        def build() -> nn.Module:
-            layers = [
-                (nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.LayerNorm(width))
-                for _ in range(4)
-            ]
-            return nn.Sequential(*itertools.chain(*layers))
-
-        inputs = torch.ones(SMALL_ROWS, width, device=device)
+    def of(cls, plan: ModelPlan, build: Callable[[], nn.Module], shape: tuple[int, int], comm: Comm) -> _SmallStep:
+        """Forward and backward of a model under a plan, each rank with inputs of a shape."""
+        inputs = torch.ones(shape, device=comm.device, requires_grad=not list(build().parameters()))
         rehearsal = rehearse(build(), plan, (inputs,), int(plan.mesh.ranks.min()), None)
         with use_comm(comm):
-            model = shard_module(build().to(device), plan, process_group=comm)
+            model = shard_module(build().to(comm.device), plan, process_group=comm)
 
         def run() -> None:
             with use_comm(comm):
@@ -424,21 +417,95 @@ class _SmallStep(NamedTuple):
 
         return cls(plan, rehearsal, run)
 
+    @classmethod
+    def alone(cls, build: Callable[[], nn.Module], shape: tuple[int, int]) -> _SmallStep:
+        """The same of a rank by itself: nothing moves."""
+        return cls.of(ModelPlan(Mesh.of(x=1), {}, input_plan="replicated"), build, shape, LocalComm.alone())
+
+    def computing(self, device: Device) -> float:
+        """The seconds of its operators, as they are estimated."""
+        return lay_out_eager(self.rehearsal, self.price(Topology(1)), replace(device, asynchronous=False)).compute
+
     def price(self, topology: Topology) -> PricedMoves:
         """What its moves cost."""
         return PricedMoves(self.rehearsal.moves, self.plan.mesh, int(self.plan.mesh.ranks.min()), topology)
 
 
+def small_layers(width: int) -> Callable[[], nn.Module]:
+    """Four pairs of layers.
+
+    >>> len(small_layers(32)())
+    16
+    """
+
+    def build() -> nn.Module:
+        layers = [
+            (nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.LayerNorm(width)) for _ in range(4)
+        ]
+        return nn.Sequential(*itertools.chain(*layers))
+
+    return build
+
+
+def _time_steps(comm: Comm, repeats: int, device: Device, topology: Topology, measure: Measure) -> Device:
+    """What operators take in steps: memory is not as fast as where one tensor is read again and again.
+
+    A small step shows what the engine adds to an operator; large norms how fast memory is, and large layers how fast
+    products are; three small steps with different moves what the engine adds to each kind of move.
+    """
+    steps = [
+        _SmallStep.alone(build, shape)
+        for build, shape in (
+            (small_layers(32), (SMALL_ROWS, 32)),
+            (
+                lambda: nn.Sequential(*(part for _ in range(3) for part in (nn.LayerNorm(1024), nn.GELU()))),
+                (1024, 1024),
+            ),
+            (lambda: nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.GELU()), (1024, 256)),
+        )
+    ]
+    small, passes, layers = measure([(step.run, 1) for step in steps], repeats)
+    device = replace(
+        device, eager_call=max(0.0, small - steps[0].computing(device)) / len(steps[0].rehearsal.operators)
+    )
+
+    def slower(factor: float) -> Device:
+        return replace(device, bandwidth=device.bandwidth * factor)
+
+    device = slower(_find_factor(lambda factor: steps[1].computing(slower(factor)), passes))
+
+    def slower_products(factor: float) -> Device:
+        rows = {name: tuple((*row[:3], row[3] * factor) for row in own) for name, own in device.products.items()}
+        return replace(device, products=rows)
+
+    device = slower_products(_find_factor(lambda factor: steps[2].computing(slower_products(factor)), layers))
+    return device if comm.world_size == 1 else _time_engine(comm, repeats, device, topology)
+
+
+def _find_factor(predict: Callable[[float], float], seconds: float) -> float:
+    """The factor, at most 1, at which so many seconds are predicted; smaller factors predict more.
+
+    >>> round(_find_factor(lambda factor: 1 / factor, 4.0), 3)
+    0.25
+    """
+    low, high = 1 / 64, 1.0
+    for _ in range(20):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if predict(middle) > seconds else (low, middle)
+    return high if predict(1.0) < seconds else 1.0
+
+
 def _time_engine(comm: Comm, repeats: int, device: Device, topology: Topology) -> Device:
     """What each kind of move takes in an eager step beside its bytes: of three steps with different moves."""
-    mesh, whole = Mesh(("x",), list(comm.ranks)), "x: S(0)"
+    mesh, whole, width = Mesh(("x",), list(comm.ranks)), "x: S(0)", max(32, comm.world_size)
     pairs = {"{0,4,8,12}.*": whole, "{2,6,10,14}.weight": "x: S(1)"}
+    weights = {"{0,2,4,6,8,10,12,14}.weight": whole}
     plans = [
         ModelPlan(mesh, {}, input_plan=whole),
-        ModelPlan(mesh, {"{0,2,4,6,8,10,12,14}.weight": whole}, input_plan=whole, reshard_after_forward=True),
+        ModelPlan(mesh, weights, input_plan=whole, reshard_after_forward=True),
         ModelPlan(mesh, pairs, input_plan="replicated"),
     ]
-    steps = [_SmallStep.of(plan, comm, comm.device) for plan in plans]
+    steps = [_SmallStep.of(plan, small_layers(width), (SMALL_ROWS, width), comm) for plan in plans]
     turns = [[_time(step.run, 1, comm, before=0 if turn else 2)[0] for step in steps] for turn in range(repeats)]
     rows, left = [], []
     for step, seconds in zip(steps, _slowest(list(zip(*turns, strict=True)), comm), strict=True):

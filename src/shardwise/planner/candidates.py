@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
-from shardwise.geometry import Layout, Mesh, Partial, Placement, Replicate, Shard, format_placement
+from shardwise.geometry import Layout, LayoutError, Mesh, Partial, Placement, Replicate, Shard, format_placement
 from shardwise.geometry.notation import DType, read_placements
 from shardwise.nn.plan import REPLICATED, PlanError, match_patterns
 from shardwise.ops.propagation import largest_share
@@ -173,6 +173,29 @@ class Pins:
     allow: Mapping[str, Sequence[str]] = field(default_factory=dict)
     forbid: Mapping[str, Sequence[str]] = field(default_factory=dict)
     units: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def read(self, mesh: Mesh) -> None:
+        """Raise for pins of another form, and for placements that a mesh does not have."""
+        named: dict[str, Any] = vars(self)
+        for word, given in named.items():
+            if not isinstance(given, Mapping):
+                raise PlanError(f"{word} maps patterns to what is pinned, as in {{'*.weight': ...}}; got {given!r}")
+        texts = list(self.fix.items())
+        for word in ("allow", "forbid"):
+            for pattern, several in named[word].items():
+                if isinstance(several, str):
+                    raise PlanError(
+                        f"{word} {pattern!r} has a list of placements, as in [{several!r}]; got {several!r}"
+                    )
+                texts += [(pattern, text) for text in several]
+        for pattern, text in texts:
+            try:
+                read_pin(text, mesh)
+            except (LayoutError, TypeError) as error:
+                raise PlanError(f"the pin of {pattern!r} to {text!r}: {error}") from None
+        for pattern, unit in named["units"].items():
+            if not isinstance(unit, Sequence) or len(unit) != 2 or unit[0] < 0 or unit[1] < 1:
+                raise PlanError(f"units {pattern!r} is a dim and a length of at least 1, as in (0, 128); got {unit!r}")
 
     def allows(self, name: str, mesh: Mesh) -> Callable[[Placements], bool]:
         """Whether the placements of something are possible.
@@ -377,6 +400,8 @@ class SpaceBuilder:
         """Whether a unit that the user has named would be cut apart."""
         for pattern, (dim, length) in self.pins.units.items():
             if _matches(pattern, name):
+                if dim >= len(self.shapes[name]):
+                    raise PlanError(f"units {pattern!r}: {name} of shape {self.shapes[name]} has no dim {dim}")
                 cut = [n for p, n in zip(placements, self.mesh.shape, strict=True) if p == Shard(dim)]
                 if math.prod(cut) > 1 and (self.shapes[name][dim] // length) % math.prod(cut):
                     return True

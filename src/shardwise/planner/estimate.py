@@ -527,7 +527,7 @@ def estimate(
     (65536, 131072, 24580, {'dp': 65536})
     """
     state, placed = find_optimizer(optimizer), find_device(device)
-    _check_float(dtype=dtype, compute_dtype=compute_dtype)
+    check_float(dtype=dtype, compute_dtype=compute_dtype)
     links = topology or Topology(ranks_per_host=8)
     parameters = _find_parameters(model, plan, dtype)
     rank = _find_fullest_rank(plan, parameters)
@@ -583,7 +583,8 @@ def _step_figures(rehearsal: Rehearsal | None, moves: PricedMoves, device: Devic
     }
 
 
-def _check_float(**named: str | None) -> None:
+def check_float(**named: str | None) -> None:
+    """Raise for dtypes that cannot be trained in, by the names of the arguments."""
     for name, text in named.items():
         if text is not None and not _torch_dtype(find_dtype(text)).is_floating_point:
             raise PlanError(f"{name} is {text!r}, which cannot be trained in; pass a dtype of floats, such as bf16")

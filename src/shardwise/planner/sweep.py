@@ -172,8 +172,8 @@ def sweep(
     within = None if planner.topology is None else planner.topology.ranks_per_host
     rows: list[SweepRow] = []
     for mesh in meshes_of(ranks, axes, within or 8):
-        one = replace(planner, mesh=mesh)
         try:
+            one = replace(planner, mesh=mesh)
             if note := _find_better(Search(one, model, inputs, batch or ranks, sequence, loss), rows):
                 rows.append(SweepRow(str(mesh), None, note))
                 continue
