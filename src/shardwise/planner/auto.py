@@ -75,6 +75,7 @@ ROUNDS = 3  # of comparing what the engine does with a solution
 TIGHTER = 3  # of solving again with less memory
 HIDING = (0.6, 0.3)  # the shares of all work that sums of gradients, and of a reader's that gathers, hide behind
 ROLES = ("dp", "fsdp", "tp")
+SMALL_GRAPH = 40  # operators of a model whose plans are tried one by one as well
 USUAL_SHARE = 0.3  # of the time limit, for usual plans
 
 
@@ -325,6 +326,11 @@ class Search:
         if not fitting:
             self._refuse(again, carried)
         chosen = min(fitting, key=lambda c: (self._measure(c.estimate), len(str(c.plan))))
+        if len(space.graph.nodes) <= SMALL_GRAPH:
+            fastest = min(carried, key=lambda c: self._measure(c.estimate))
+            chosen = chosen if self._fits(fastest) else self._try_neighbours(space, fastest, chosen)
+            chosen = self._try_neighbours(space, chosen, chosen)
+            carried.append(chosen)
         self._best = min(self._best, *(self._measure(c.estimate) for c in carried))
         return self._finish(space, chosen, carried, again)
 
@@ -360,6 +366,32 @@ class Search:
 
     def _measure(self, found: Estimate) -> float:
         return found.step_seconds if self.planner.objective == "seconds" else float(found.traffic_bytes)
+
+    def _try_neighbours(self, space: Space, start: _Carried, best: _Carried) -> _Carried:
+        """A plan that fits and is better than the best one, with one parameter after the other elsewhere; or the best.
+
+        Equal parameters of all blocks go together. In small models a single decision counts, and what operators choose
+        by themselves is no part of the program.
+        """
+        specs = {name: spec.placements for name, spec in start.plan.specs(self.model).items()}
+        members: dict[str, list[str]] = {}
+        for name, own in space.classes.parameters.items():
+            members.setdefault(own, []).append(name)
+        for own, names in members.items():
+            for placements in space.layouts[own]:
+                tried = specs | dict.fromkeys(names, placements)
+                texts = {n: write_placements(p, self.mesh) for n, p in tried.items()}
+                cut = fold_patterns({n: t for n, t in texts.items() if t != REPLICATED}, list(self.names))
+                plan = replace(start.plan, parameters=cut)
+                if tried == specs or not self._keeps_pins(space, plan, {}):
+                    continue
+                with suppress(PlanError, ValueError, NotImplementedError, UserWarning):
+                    found, returned = self.rehearse(plan)
+                    one = _Carried(plan, found, None, self._fix_layouts(space, plan), None)
+                    better = self._measure(found) < self._measure(best.estimate)
+                    if better and self._fits(one) and self._keeps_pins(space, plan, returned):
+                        best, specs = one, tried if self._fits(start) else specs
+        return best
 
     def _variants(self, space: Space) -> Iterator[PlanProblem]:
         """The problem with the inputs in each of their placements."""

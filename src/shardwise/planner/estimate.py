@@ -515,8 +515,7 @@ def estimate(
     - `optimizer`: one of `OPTIMIZERS`, or an `OptimizerState`; `dtype`: of the parameters, None as the model has them.
     - `compute_dtype`: what operators compute in, where parameters are cast first, as autocast does.
     - `topology`: hosts and links; `device`: one of `DEVICES`, or a `Device`.
-    - `again`: modules that are computed again in the backward pass, by patterns such as `["layers.*"]`; True: blocks;
-      False: those of the plan (`recompute`).
+    - `again`: modules that are computed again in the backward pass, by patterns, or True; else the plan's `recompute`.
     - `compiled`: the time under `shardwise.compile`; `rehearsal`: what `rehearse` returned, if that is known.
 
     >>> from shardwise.geometry import Mesh
