@@ -255,6 +255,73 @@ PAIRS = {
 ODD["qwen2_5_omni_text"] = dict(rope_parameters=ROTARY)
 ODD["glm4v_moe_text"] = dict(rope_parameters=dict(ROTARY, partial_rotary_factor=1.0))
 ODD |= {"led": dict(attention_window=4), "longformer": dict(attention_window=4)}
+HGNET = dict(
+    stem_channels=[3, 8, 16],
+    stage_in_channels=[16, 32, 32, 32],
+    stage_mid_channels=[8, 16, 16, 16],
+    stage_out_channels=[32, 32, 32, 32],
+    hidden_sizes=[32, 32, 32, 32],
+    depths=[1, 1, 1, 1],
+    stage_num_blocks=[1, 1, 1, 1],
+    stage_numb_of_layers=[2, 2, 2, 2],
+)
+ON_HGNET = dict(
+    backbone_config=dict(HGNET, model_type="hgnet_v2", out_features=STAGES[1:]),
+    encoder_in_channels=[32, 32, 32],
+    encode_proj_layers=[2],
+    num_queries=5,
+    num_denoising=0,
+)
+VQ = dict(base_channels=32, channel_multiplier=[1, 1], num_embeddings=32, resolution=IMAGE, latent_channels=32)
+ODD |= dict(
+    hgnet_v2=HGNET,
+    d_fine=ON_HGNET,
+    deimv2=ON_HGNET,
+    align=dict(projection_dim=64),
+    align_vision_model=dict(width_coefficient=0.2, depth_coefficient=0.2, hidden_dim=64),
+    chameleon_vqgan=VQ,
+    janus_vqgan=VQ,
+    gemma3n_vision=dict(architecture="mobilenetv3_small_050"),
+    hunyuan_vl_text=dict(head_dim=8, rope_parameters=ROTARY),
+    mimi=dict(
+        num_filters=4, codebook_size=16, codebook_dim=16, vector_quantization_hidden_dimension=16, num_quantizers=4
+    ),
+    mistral4=dict(qk_rope_head_dim=8, qk_nope_head_dim=8, head_dim=16),
+    rf_detr=dict(num_queries=5, group_detr=1),
+    sam_vision_model=dict(num_pos_feats=16),
+    sam_hq_vision_model=dict(num_pos_feats=16),
+    sam2_hiera_det_model=dict(
+        hidden_size=16,
+        blocks_per_stage=[1, 1, 1, 1],
+        embed_dim_per_stage=[16, 32, 32, 32],
+        num_attention_heads_per_stage=[1, 2, 2, 4],
+    ),
+    vibevoice_acoustic_tokenizer_encoder=dict(num_filters=4, depths=[1] * 7),
+    vjepa2=dict(
+        crop_size=IMAGE,
+        frames_per_clip=4,
+        patch_size=8,
+        pred_hidden_size=32,
+        pred_num_attention_heads=4,
+        pred_num_hidden_layers=2,
+    ),
+    zoedepth=dict(DEPTH, bottleneck_features=16, bin_embedding_dim=8, num_relative_features=16),
+    qwen4_exp_text=dict(
+        layer_types=["linear_attention", "full_attention"],
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=8,
+        indexer_compress_ratio=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        ngram_vocab_size_base=50,
+        ple_embed_dim=8,
+        split_ngram_parts=1,
+    ),
+)
 HEADS = {
     "CAUSAL_LM": "Text, predicted token by token; some read images or sound as well",
     "SEQ_TO_SEQ_CAUSAL_LM": "Text or sound to text, by an encoder and a decoder",
@@ -484,6 +551,7 @@ def _add_others(
             (ROWS * side * side, image[0], patch, patch),
             (ROWS, 16, in_patch),
             (ROWS, 2, *image),
+            (ROWS, find(config, "num_frames") or 2, *image),
         ],
         "input_features": [(ROWS, bins, 32), (ROWS, 32, bins), (ROWS, bins, 200), (ROWS, 1, 32, bins)],
         "input_values": [(ROWS, 1, 1920)],

@@ -45,8 +45,8 @@ CELLS = [(kind, layout) for kind in FAMILIES for layout in LAYOUTS]
 CELLS = [cell for cell in CELLS if "SHARDWISE_MODELS_TABLE" in os.environ or cell in SAMPLE.items()]
 REFUSALS = (PlanError, LayoutError, UnsupportedOpError)
 NO_PAIRS = "no layers were found that can be split over 2 ranks of axis 'tp'"
-CONVOLUTIONS = """bit efficientnet encodec mobilenet_v1 mobilenet_v2 mobilevitv2 poolformer pp_lcnet regnet resnet
-    sam3_lite_text_text_model swiftformer textnet upernet xcodec"""
+CONVOLUTIONS = """bit efficientnet encodec gemma3n_vision hgnet_v2 mobilenet_v1 mobilenet_v2 mobilevitv2 poolformer
+    pp_lcnet regnet resnet sam3_lite_text_text_model swiftformer textnet upernet xcodec"""
 REFUSED = {kind: dict.fromkeys(("tp2", "2x2"), NO_PAIRS) for kind in CONVOLUTIONS.split()}
 
 
