@@ -209,6 +209,7 @@ def _measure_on_gpu(sizes: SyncBenchSizes) -> tuple[dict[str, list[float]], list
     dist.barrier()  # nobody has others' memory open any more, before it is freed
     for link in links.values():
         link.close()
+    torch.cuda.ipc_collect()
     return {name: found[2:] for name, found in spans.items()}, lines
 
 

@@ -281,7 +281,7 @@ def test_an_interrupted_pull_in_place_is_broken_and_the_next_heals_it(monkeypatc
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr("shardwise.sync.slots.RepeatedCopy.__call__", interrupt)
+            patch.setattr(link, "_read_from", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 link.pull(30)
         assert link.state == "broken" and link.version is None
