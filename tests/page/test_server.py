@@ -9,11 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
+import webbrowser
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from shardwise.cli import view
 from shardwise.cli.view import LayoutTarget
 from shardwise.page.document import LONGEST_QUESTION, PageServer
 
@@ -128,6 +132,23 @@ def test_the_command_serves_until_ctrl_c() -> None:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=240)
     assert (process.returncode, errors) == (130, "interrupted\n")
+
+
+def test_the_address_is_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments of processes can be read by every user: a browser gets a file that only this one can read."""
+    found: list[tuple[str, int, str, str]] = []
+
+    def open_browser(url: str) -> None:
+        file = Path(unquote(urlsplit(url).path))
+        found.append((url, file.stat().st_mode & 0o777, file.read_text(), str(file)))
+
+    monkeypatch.setattr(webbrowser, "open", open_browser)
+    monkeypatch.setattr(PageServer, "serve_forever", lambda self: found.append((self.token, 0, self.address, "")))
+    target = LayoutTarget("f32[8] on tp=2: S(0)")
+    view.serve(target.facts(), target, 0, open_browser=True)
+    (url, mode, text, file), (token, _, address, _) = found
+    assert url.startswith("file:///") and token not in url and mode == 0o600
+    assert f'content="0; url={address}"' in text and not Path(file).exists()
 
 
 def test_absurd_lengths_and_browsers_that_go_away_are_no_tracebacks(

@@ -11,7 +11,7 @@ import os
 import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -33,7 +33,7 @@ from shardwise.cli.output import (
 )
 from shardwise.cli.plan import Buffer, RanksPerHost, plan_between, read_topology
 from shardwise.geometry import LayoutError, NotationError, parse_layout
-from shardwise.page.document import PageServer, render_document
+from shardwise.page.document import PageServer, render_document, write_link
 from shardwise.page.facts import (
     MoveQuestion,
     checkpoint_facts,
@@ -306,8 +306,8 @@ def serve(facts: dict[str, Any], target: PageTarget, port: int, open_browser: bo
         raise LayoutError(
             f"port {port} cannot be served on: {error.strerror}; pass another --port, or 0 for any free one"
         ) from error
-    with server:
+    with server, write_link(server.address) if open_browser else nullcontext() as link:
         print(f"serving {server.address}  (Ctrl-C to stop)", flush=True)
-        if open_browser:
-            webbrowser.open(server.address)
+        if link is not None:
+            webbrowser.open(link)
         server.serve_forever()

@@ -23,12 +23,15 @@ import posixpath
 import re
 import secrets
 import sys
+import tempfile
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeAlias
 
 FRONT = "front"
@@ -166,6 +169,21 @@ class PageServer(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
+
+
+@contextmanager
+def write_link(address: str) -> Iterator[str]:
+    """The URL of a file that leads to an address, inside a `with` block.
+
+    Only this user can read the file. What a browser is started with, every user can: there the address has no place.
+    """
+    handle, name = tempfile.mkstemp(prefix="shardwise-", suffix=".html")
+    try:
+        with open(handle, "w", encoding="utf-8") as stream:
+            stream.write(read_front_file("open.html").format(address=html.escape(address)))
+        yield Path(name).as_uri()
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 class _PageHandler(BaseHTTPRequestHandler):
