@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -334,3 +336,56 @@ def test_what_a_move_returns_may_be_written_to() -> None:
 
     for found in run_local(body, 2):
         assert_close(found, [p.grad for p in dense.parameters()])
+
+
+def test_memory_of_a_gathered_parameter_is_used_again_once_nothing_refers_to_it() -> None:
+    memory = prefetch.PassMemory()
+    make = partial(memory.allocate, dtype=torch.float32, device=torch.device("cpu"))
+    shape = (256, prefetch.LEAST_BYTES // 1024)
+    first = make(shape).fill_(1.0)
+    at, view, copied = first.data_ptr(), first.t()[3:5], torch.ones(2, 256).requires_grad_()
+    assert first.shape == shape and first.is_contiguous() and not first._is_view()
+    output = copied @ first  # whose backward pass needs it
+    del first
+    assert make(shape).fill_(2.0).data_ptr() != at and view.sum() == 2 * 256
+    del view
+    output.sum().backward()
+    assert copied.grad is not None and bool((copied.grad == shape[1]).all())
+    made = [make(shape)]
+    assert made[0].data_ptr() != at  # the tape of an output that is alive
+    del output
+    made.append(make(shape))
+    assert made[1].data_ptr() == at and made[0].data_ptr() != at
+    del made
+    make((*shape, 2))  # no free buffer has this size: they are dropped
+    assert [buffer.nbytes for buffer in memory._free] == [2 * prefetch.LEAST_BYTES]
+
+
+def test_a_pass_has_a_buffer_for_the_layer_that_runs_and_one_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing starts ahead, which depends on when threads run."""
+    monkeypatch.setattr(prefetch, "LEAST_BYTES", WEIGHT_BYTES)
+    fresh, empty = [], torch.empty
+
+    def counted(shape: Any, **options: Any) -> Tensor:
+        made = empty(shape, **options)
+        if made.nbytes == WEIGHT_BYTES:
+            fresh.append(threading.get_ident())
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+
+    def body(comm: Comm) -> list[int]:
+        found, part = [], whole_batch().chunk(2)[comm.rank]
+        kept, model = (make_model(replace(make_plan(kind), prefetch_bytes=WEIGHT_BYTES)) for kind in (False, True))
+        kept(part).square().mean().backward()
+        for _ in range(3):
+            model.zero_grad()
+            fresh_before = fresh.count(threading.get_ident())
+            model(part).square().mean().backward()
+            found.append(fresh.count(threading.get_ident()) - fresh_before)
+            pairs = zip(model.parameters(), kept.parameters(), strict=True)
+            assert all(torch.equal(one.grad.full(), other.grad.full()) for one, other in pairs)  # type: ignore[union-attr]
+        return found
+
+    for buffers in run_local(body, 2, timeout=60.0):
+        assert max(buffers) <= 4  # of 2 * LAYERS gathers: two in the forward pass, two in the backward pass

@@ -313,9 +313,9 @@ def _try_overlap(slow_on: int, slow: bool) -> tuple[list[int], bool]:
     now, started, same = 0.0, [], True
     made = gather_order.StartedOperator.__init__
 
-    def note(self: Any, gathers: Any) -> None:
+    def note(self: Any, *args: Any) -> None:
         started[-1] += 1
-        made(self, gathers)
+        made(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather_order, "LEAST_BYTES", 1)

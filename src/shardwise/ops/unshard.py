@@ -81,6 +81,7 @@ from shardwise._torch import (
     backward_pass_number,
     count_running_calls,
     has_saved_tensors_hooks,
+    is_dispatch_mode_on,
     is_dual_level,
     is_transformed_tensor,
     on_backward_end,
@@ -147,15 +148,45 @@ class ParameterGather:
         return Move.of(self.parameter.sharding, self.layout, self.parameter.comm, self.dtype, self.label)
 
 
-class StartedOperator:
-    """The gathers of one operator, started together."""
+class PassMemory:
+    """Memory in host memory for what one pass gathers: that of one parameter is used again for a later one.
 
-    def __init__(self, gathers: list[ParameterGather]) -> None:
+    A tensor that is made here has a storage of its own, which refers to an array over the buffer. The array is freed
+    with the storage, and then the buffer is free: none that a tape, a view or another thread still has. Free buffers
+    of which none has the size that is wanted are dropped, so there are never more than were in use at once.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[Tensor] = deque()  # appended to by any thread
+
+    def allocate(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor without values, as of `torch.empty`."""
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes < LEAST_BYTES or device.type != "cpu" or is_dispatch_mode_on():
+            return torch.empty(shape, dtype=dtype, device=device)
+        free = [self._free.popleft() for _ in range(len(self._free))]
+        found = next((i for i, buffer in enumerate(free) if buffer.nbytes == nbytes), None)
+        if found is None:
+            free.clear()
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        else:
+            buffer = free.pop(found)
+            self._free.extend(free)
+        array = buffer.numpy()
+        weakref.finalize(array, self._free.append, buffer).atexit = False
+        return torch.empty(0, dtype=dtype, device=device).set_(torch.from_numpy(array).untyped_storage()).resize_(shape)
+
+
+class StartedOperator:
+    """The gathers of one operator, started together, with results in memory of the pass."""
+
+    def __init__(self, gathers: list[ParameterGather], memory: PassMemory) -> None:
         self.nbytes = sum(g.nbytes for g in gathers)
         self._gathers = gathers
         self._states = [g.read_state() for g in gathers]
         sources = [[t.detach().to(g.dtype) for t in g.parameter.local_parts] for g in gathers]
-        self._running = start_moves([g.move for g in gathers], sources, f"{gathers[0].label}, ahead", least=0)
+        moves, label = [g.move for g in gathers], f"{gathers[0].label}, ahead"
+        self._running = start_moves(moves, sources, label, least=0, allocate=memory.allocate)
 
     def is_current(self, number: int) -> bool:
         """Whether a parameter is what it was when it was gathered."""
@@ -184,6 +215,7 @@ class GatherOrder:
         self._next = self._room = 0
         self._ahead: deque[StartedOperator] = deque()
         self._present: StartedOperator | None = None
+        self._memory = PassMemory()
 
     def begin(self, overlaps: bool) -> None:
         """A pass begins; `overlaps`: whether gathers may start ahead."""
@@ -196,7 +228,7 @@ class GatherOrder:
 
     def end(self) -> None:
         """A pass ends, or does not follow the last one any more: what was started is dropped."""
-        self._follows, self._present = False, None
+        self._follows, self._present, self._memory = False, None, PassMemory()
         while self._ahead:
             self._ahead.popleft().finish()
 
@@ -216,8 +248,17 @@ class GatherOrder:
         """Whether this was the last gather of the last pass."""
         return bool(self._last) and any(gather.is_same(g) for g in self._last[-1])
 
-    def ask(self, gather: ParameterGather) -> Started | None:
-        """The gather if it was started; None if the caller has to make it. Starts those that come next."""
+    def ask(self, gather: ParameterGather, sources: Sequence[Tensor]) -> Started | None:
+        """The gather of these local tensors, started before, or made when it is called; None if the caller has to.
+
+        Starts those that come next.
+        """
+        started = self._find_started(gather)
+        if started is not None or is_dispatch_mode_on():
+            return started
+        return lambda: gather.move.execute(sources, self._memory.allocate)
+
+    def _find_started(self, gather: ParameterGather) -> Started | None:
         if not self._within:
             self._now.append([])
             self._within = True
@@ -247,7 +288,7 @@ class GatherOrder:
             travelling += sum(g.nbytes for g in gathers)
             if self._next > operator and travelling > self._room:
                 return
-            self._ahead.append(StartedOperator(gathers))
+            self._ahead.append(StartedOperator(gathers, self._memory))
             self._next += 1
             if self._next == operator + 1:
                 return  # the next ones count from when this one is not ahead any more
@@ -418,12 +459,12 @@ class ParameterPrefetcher:
             self._pass.end()
             self._pass = None
 
-    def ask(self, gather: ParameterGather) -> Started | None:
-        """The gather if it was started ahead; None if the caller has to make it."""
+    def ask(self, gather: ParameterGather, sources: Sequence[Tensor]) -> Started | None:
+        """See `GatherOrder.ask`."""
         if is_tracing() or is_dual_level():
             return None
         found = self._pass if backward_pass_number() == -1 else self._enter_backward()
-        return None if found is None else found.ask(gather)
+        return None if found is None else found.ask(gather, sources)
 
     def end_operator(self) -> None:
         """See `GatherOrder.end_operator`."""
@@ -546,12 +587,12 @@ class GatherNote:
                 "backward before the optimizer's step"
             )
         gather = replace(self.gather, label=f"{self.gather.label}{AGAIN}")
-        started = None
+        started, sources = None, [t.detach().to(gather.dtype) for t in self.sources]
         if self.prefetcher is not None and all(map(is_, self.sources, gather.parameter.local_parts)):
-            started = self.prefetcher.ask(gather)
+            started = self.prefetcher.ask(gather, sources)
             self.prefetcher.end_operator()
         with torch.no_grad():
-            return gather.move.run([t.detach().to(gather.dtype) for t in self.sources], started)[0]
+            return gather.move.run(sources, started)[0]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -771,7 +812,7 @@ def move_input(tensor: ShardedTensor, layout: Layout, label: str, *, beside_pinn
     traced = is_tracing()
     gather = None if traced else find_gather(tensor, layout, label)
     prefetcher = None if gather is None else current_prefetcher()
-    started = None if gather is None or prefetcher is None else prefetcher.ask(gather)
+    started = None if gather is None or prefetcher is None else prefetcher.ask(gather, tensor.local_parts)
     label = label_again(tensor, label) if traced else label
     locals_, anchor = move_to(tensor, layout, label, started=started)
     moved = wrap(layout, locals_, tensor.comm, dtype=tensor.dtype, anchor=anchor)

@@ -223,6 +223,8 @@ BACKGROUND_BYTES = 1 << 16  # fewer are moved in less time than another thread t
 T = TypeVar("T")
 Tensors: TypeAlias = tuple[Tensor, ...]
 Rounds: TypeAlias = Generator[Work, None, list[Tensors]]
+Allocate: TypeAlias = Callable[..., Tensor]
+"""What makes a tensor without values, as `torch.empty` does: of a shape, a `dtype` and a `device`."""
 
 
 class Running:
@@ -304,16 +306,21 @@ def start_moves(
     *,
     limit: int | None = None,
     least: int = BACKGROUND_BYTES,
+    allocate: Allocate | None = None,
 ) -> Running:
     """Start moves of one comm that go on while this rank computes: in the background of the comm, where it has one.
 
     A total of up to `least` bytes is started here: it arrives sooner. All ranks decide alike, by the size of the whole.
+    `allocate`: where the results get their memory.
     """
     comm, name = moves[0].comm, label or moves[0].label
-    if not comm.capabilities.background or sum(move.nbytes for move in moves) <= least:
-        return run_moves(moves, sources, name, limit=limit)
+    here = not comm.capabilities.background or sum(move.nbytes for move in moves) <= least
+    into: list[Tensors | None] = []
     # The thread that moves has a heap of its own, in which fresh memory costs more, and does not run the user's code.
-    into = [_allocate_result(move, held) for move, held in zip(moves, sources, strict=True)]
+    if not here or allocate is not None:
+        into = [allocate_result(move, held, allocate) for move, held in zip(moves, sources, strict=True)]
+    if here:
+        return run_moves(moves, sources, name, limit=limit, into=into)
     line = user_line() if recorders else ""
 
     def run() -> list[Tensors]:
@@ -323,13 +330,13 @@ def start_moves(
     return Running(comm, name, call=comm.submit(run))
 
 
-def _allocate_result(move: Move, sources: Sequence[Tensor]) -> Tensors | None:
+def allocate_result(move: Move, sources: Sequence[Tensor], allocate: Allocate | None) -> Tensors | None:
     """Memory for the result of a move of one step."""
     if len(move.transfer.steps) != 1:
         return None
     dtype, device = move.out_dtype or move.dtype, move.device_of(sources)
     shapes = move.transfer.steps[0].dst.local_shapes(move.comm.rank)
-    return tuple(torch.empty(s, dtype=dtype, device=device) for s in shapes)
+    return tuple((allocate or torch.empty)(s, dtype=dtype, device=device) for s in shapes)
 
 
 def exchange_rounds(

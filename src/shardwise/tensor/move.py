@@ -63,7 +63,9 @@ from shardwise.geometry import (
 from shardwise.geometry.mesh import is_device_mesh, to_mesh
 from shardwise.geometry.notation import read_spec
 from shardwise.tensor.execute import (
+    Allocate,
     Running,
+    allocate_result,
     check_reducible,
     exchange_rows,
     finish_locally,
@@ -408,8 +410,8 @@ class Move:
         with remember_debug_modes():
             return tuple(torch.ops.shardwise.move(given, self.number))
 
-    def execute(self, locals_: Sequence[Tensor]) -> Tensors:
-        """The same here and now."""
+    def execute(self, locals_: Sequence[Tensor], allocate: Allocate | None = None) -> Tensors:
+        """The same here and now; `allocate`: where the results get their memory."""
         notify_watchers(self)
         if self.rows is not None:
             moved = exchange_rows(self.rows, locals_[0].detach(), self.comm, self.label)
@@ -418,7 +420,8 @@ class Move:
         with profiled_move(self.label, self.src, self.dst):
             if self.local_kind is not None:
                 return (finish_locally(self, resolve_lazy(locals_)[0]),)
-            return run_moves([self], [locals_]).wait()[0]
+            into = () if allocate is None else [allocate_result(self, locals_, allocate)]
+            return run_moves([self], [locals_], into=into).wait()[0]
 
     def record(self, inputs: Tensors, started: Started | None = None) -> Tensors:
         """The same with its backward recorded; `inputs` as `tape_inputs` gives them, and so are the results."""
