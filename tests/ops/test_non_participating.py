@@ -480,3 +480,33 @@ def test_a_copy_into_a_tensor_on_the_tape_is_seen_by_what_is_computed_after_it()
         torch.testing.assert_close(x.grad.full_tensor(), torch.ones_like(values()))
 
     run_local(body, 3, timeout=60)
+
+
+WRITTEN_VIEWS: dict[str, Callable[[Any], Any]] = {
+    "every second row": lambda y: y[::2].clamp_(-1, 1),
+    "rows": lambda y: y[1:].copy_(y.detach()[1:].flip(0)),
+    "unflatten": lambda y: y.unflatten(1, (3, 2)).sin_(),
+    "one dim": lambda y: y.view(-1).mul_(2),
+    "transposed": lambda y: y.t().sin_(),
+}
+
+
+@pytest.mark.parametrize("place", [*PLACES.values(), "on tp=3: S(0)", "on tp=3: S(1) sizes(1,0,5)"])
+@pytest.mark.parametrize("name", WRITTEN_VIEWS)
+def test_what_is_computed_with_a_view_and_its_base_has_second_gradients(name: str, place: str) -> None:
+    """The view and the base depend on what was written on every rank, so that all meet moves in the same order."""
+
+    def second(x: Any) -> Any:
+        y = x * 1
+        for _ in range(2):  # the second time from what is remembered
+            view = WRITTEN_VIEWS[name](y)
+        (grad,) = torch.autograd.grad((y * view.sum()).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)[0]
+
+    expected = second(values().requires_grad_())
+
+    def body(comm: Comm) -> None:
+        found = second(sw.shard(values(), place).requires_grad_())
+        torch.testing.assert_close(found.full_tensor(), expected)
+
+    run_local(body, 3, timeout=60)

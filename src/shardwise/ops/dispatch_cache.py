@@ -59,6 +59,7 @@ from shardwise._torch import (
     make_wrapper_subclass,
     no_dispatch_modes,
     storage_identity,
+    track_views,
 )
 from shardwise.comm import Comm
 from shardwise.comm.stand_in import is_tracing
@@ -159,10 +160,16 @@ def find_shape_function(
         return _copy_contiguous if copied else None
     if operators != 1 or result.dtype != tensor.dtype:  # `view` takes a dtype as well
         return None
-    if func in _EXPANDS:
-        return Tensor.expand
-    viewed = can_view(tensor.sharding.shape, tensor._dense_strides, result.sharding.shape)
-    return Tensor.reshape if viewed else _reshape_to_copy
+    viewed = func in _EXPANDS or can_view(tensor.sharding.shape, tensor._dense_strides, result.sharding.shape)
+    found: ShapeFunction = Tensor.expand if func in _EXPANDS else Tensor.reshape if viewed else _reshape_to_copy
+    some_have_nothing = 0 in tensor.sharding.elements_per_rank().values()
+    return partial(_track_view, found) if viewed and some_have_nothing else found
+
+
+def _track_view(shape_function: ShapeFunction, local: Tensor, shape: Sequence[int]) -> Tensor:
+    """A view of a part that may have no elements: written to, it has second gradients there as well."""
+    with track_views(True):
+        return shape_function(local, shape)
 
 
 def _reshape_to_copy(local: Tensor, shape: Sequence[int]) -> Tensor:

@@ -43,6 +43,7 @@ from shardwise._torch import (
     is_any_autocast_enabled,
     is_composite,
     pytree,
+    track_views,
 )
 from shardwise.comm import Comm, CommError
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Partial, Placement, Replicate, Shard
@@ -285,7 +286,8 @@ def _run_own_steps(call: OperatorCall, steps: Steps) -> Any:
 
 def _run_steps(steps: Steps, call: OperatorCall) -> Any:
     args, kwargs = call.arguments
-    result = steps.run(*args, **kwargs)
+    with track_views(True) if gives_views(call.op) and torch.is_grad_enabled() else nullcontext():
+        result = steps.run(*args, **kwargs)
     if is_explaining_or_forbidding():
         show_call(call, [t for t in call.tensors if isinstance(t, ShardedTensor)], result)
     if steps.in_place:

@@ -118,9 +118,11 @@ def note_write_without_data(tensor: ShardedTensor, anchor: Tensor | None) -> Non
         return
     base = find_base(tensor)
     views = (view() for view in base.__dict__.get(_VIEWS, ()))
-    for one in {id(t): t for t in (tensor, base, *views) if t is not None}.values():
-        own = one._anchor
-        one._anchor = anchor if own is None or not own.requires_grad else (own + anchor).to(own.dtype)
+    own = base._anchor
+    whole = anchor if own is None or not own.requires_grad else (own + anchor).to(own.dtype)
+    for one in (tensor, base, *views):  # with data each of them would be a view of what was written to
+        if one is not None:
+            one._anchor = whole
 
 
 def find_base(tensor: ShardedTensor) -> ShardedTensor:
