@@ -209,15 +209,16 @@ def name_of(op: Any) -> str:
 def is_pointwise(op: Any) -> bool:
     """Whether torch tags the operator as pointwise and it draws no random numbers.
 
-    Torch leaves out some that write to their argument (`mish_`, `threshold_`): those are what the others are.
+    Torch leaves out some that write to their argument (`mish_`, `threshold_`): those are what the others are; and 2.11
+    leaves out `leaky_relu`.
 
     >>> is_pointwise(torch.ops.aten.mish_.default), is_pointwise(torch.ops.aten.rrelu.default)
     (True, False)
     """
-    tags = set(getattr(op, "tags", ()))
-    if torch.Tag.pointwise not in tags and (other := find_functional(op)) is not None:
-        tags |= set(other.tags)
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    others = [one for one in (op, find_functional(op)) if one is not None]
+    tags = {tag for one in others for tag in getattr(one, "tags", ())}
+    is_tagged = torch.Tag.pointwise in tags or torch.ops.aten.leaky_relu.default in others
+    return is_tagged and torch.Tag.nondeterministic_seeded not in tags
 
 
 @cached()
