@@ -60,6 +60,7 @@ LONG_FILES = [
     "ops/rules/test_indexing.py",
     "ops/rules/test_layers.py",
     "comm/test_rank_chaos.py",
+    "sync/test_ports.py",
     "house/test_bench.py",
     "checkpoint/test_checkpoint_kill.py",
     "comm/test_process_group.py",
