@@ -149,7 +149,7 @@ ODD: dict[str, dict[str, Any]] = {
     "textnet": dict(stem_out_channels=32),
     "rt_detr_resnet": dict(embedding_size=8, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1]),
 }
-SERIES = dict(prediction_length=4, context_length=8, lags_sequence=[1, 2], num_time_features=1)
+SERIES = dict(prediction_length=4, context_length=8, lags_sequence=[1, 2], num_time_features=1, feature_size=5)
 ODD |= {kind: dict(SERIES) for kind in ("autoformer", "informer", "time_series_transformer")}
 ODD |= dict(
     patchtst=dict(context_length=16, patch_length=4, patch_stride=4, num_input_channels=2),
@@ -284,9 +284,10 @@ ODD |= dict(
     gemma3n_vision=dict(architecture="mobilenetv3_small_050"),
     hunyuan_vl_text=dict(head_dim=8, rope_parameters=ROTARY),
     mimi=dict(
-        num_filters=4, codebook_size=16, codebook_dim=16, vector_quantization_hidden_dimension=16, num_quantizers=4
+        num_filters=4, codebook_size=16, codebook_dim=16, vector_quantization_hidden_dimension=16, num_quantizers=8
     ),
     mistral4=dict(qk_rope_head_dim=8, qk_nope_head_dim=8, head_dim=16),
+    pp_formulanet_vision=dict(output_channels=256),
     rf_detr=dict(num_queries=5, group_detr=1),
     sam_vision_model=dict(num_pos_feats=16),
     sam_hq_vision_model=dict(num_pos_feats=16),
