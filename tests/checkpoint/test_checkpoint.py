@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -167,6 +168,23 @@ def test_the_nested_state_comes_back(tmp_path: Path) -> None:
     expected = repr(state)
     again = shardwise.load(blank_state, tmp_path / "c")
     assert again is blank_state and repr(again) == expected
+
+
+class Phase(IntEnum):
+    WARM_UP = 1
+    DECAY = 2
+
+
+class Betas(NamedTuple):
+    first: float
+    second: float
+
+
+def test_tuples_with_names_and_enums_stay_of_their_classes(tmp_path: Path) -> None:
+    shardwise.save({"betas": Betas(0.5, 0.75), "phase": Phase.DECAY, "later": 7, "w": torch.ones(1)}, tmp_path / "c")
+    state = {"betas": Betas(0.0, 0.0), "phase": Phase.WARM_UP, "later": Phase.WARM_UP, "w": torch.zeros(1)}
+    shardwise.load(state, tmp_path / "c")
+    assert repr(state) == repr({"betas": Betas(0.5, 0.75), "phase": Phase.DECAY, "later": 7, "w": torch.ones(1)})
 
 
 def test_small_tensors_far_and_near_in_one_file(tmp_path: Path) -> None:

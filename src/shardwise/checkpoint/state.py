@@ -15,7 +15,9 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache, lru_cache
 from typing import Any
 
@@ -250,6 +252,8 @@ def _scalar_json(value: Scalar) -> Json:
 def fill_state(node: Any, values: Mapping[str, Scalar], path: tuple[str, ...] = ()) -> Any:
     """Put values in place of those of the same name: dicts and lists are changed in place, tuples are rebuilt.
 
+    Tuples with names, and enums that are numbers, stay of their classes.
+
     >>> fill_state({"a": 1, "b": (2, 3)}, {"a": 7, "b.1": 9})
     {'a': 7, 'b': (2, 9)}
     """
@@ -266,9 +270,14 @@ def fill_state(node: Any, values: Mapping[str, Scalar], path: tuple[str, ...] = 
         if isinstance(node, list):
             node[:] = items
             return node
-        same = all(a is b for a, b in zip(items, node, strict=True))
-        return node if same else tuple(items)
-    return values.get(".".join(path), node)
+        if all(a is b for a, b in zip(items, node, strict=True)):
+            return node
+        return type(node)(*items) if hasattr(node, "_fields") else tuple(items)
+    value = values.get(".".join(path), node)
+    if isinstance(node, Enum):
+        with suppress(ValueError):  # a number that has no name there stays a number
+            return type(node)(value)
+    return value
 
 
 def reduced_layout(layout: Layout) -> Layout:
