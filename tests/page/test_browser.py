@@ -351,6 +351,24 @@ def test_a_served_plan_is_edited(browser: Browser) -> None:
         browser.wait_for("document.querySelector('[data-card=parameters] tbody').textContent.includes('R, R')")
 
 
+def test_names_in_a_plan_and_in_its_errors_stay_text(browser: Browser) -> None:
+    """Names of modules and files, a mesh and a pattern that are typed, and the errors that repeat them."""
+    hostile = "<img src=x onerror=alert(1)>"
+    model = nn.Sequential()
+    model.add_module(hostile, nn.Linear(8, 8))
+    model.add_module("</script><script>alert(1)</script>", nn.Linear(8, 8))
+    plan = plan_from_data({"mesh": "tp=2", "input_plan": "R", "parameters": {"**.weight": "S(0)"}})
+    target = PlanTarget(hostile, model, ((f"{hostile}.toml", plan),), settings={**SETTINGS, "batch": 1, "sequence": 8})
+    added = "return document.querySelectorAll('main img, main script').length"
+    with served(browser, target):
+        assert browser.text("h1") == hostile and browser.run(added) == 0
+        for name, value in (("mesh", f"tp=2,{hostile}=1"), ("pattern", f"{hostile}.*.x")):
+            browser.fill(f"input[data-name={name}]", value)
+            browser.press("Enter")
+            browser.wait_for("!document.querySelector('.error').hidden")
+            assert hostile in browser.text(".error") and browser.run(added) == 0
+
+
 def test_the_best_plan_is_searched_for(browser: Browser) -> None:
     with served(browser, plan_target(PLAN)):
         browser.fill("input[data-name=mesh]", "dp=4")
