@@ -205,6 +205,28 @@ def test_placements_and_notation_on_the_tensors_own_mesh() -> None:
         assert torch.equal(one.local_tensor(), two.local_tensor())
 
 
+def test_a_text_that_was_read_before_is_read_for_each_tensors_own_mesh_shape_and_dtype() -> None:
+    square, line = Mesh.of(dp=2, tp=2), Mesh.of(tp=4)
+
+    def body(comm: Comm) -> Any:
+        found = []
+        for _ in range(2):
+            for mesh in (square, line):
+                for shape in ((4, 8), (8, 4)):
+                    held = shard(torch.zeros(shape), MeshSpec(mesh, [Replicate()] * mesh.ndim))
+                    moved = held.redistribute("tp: S(0)")
+                    found.append((moved.sharding.spec.mesh, moved.local_tensor().shape))  # type: ignore[attr-defined]
+                    held.redistribute("f32[4,8] on tp=4: S(1)") if shape == (4, 8) else None
+            with pytest.raises(LayoutError, match=r"the text says f32\[4,8\], and the tensor is f64\[4,8\]"):
+                shard(torch.zeros(4, 8).double(), "on tp=4: R").redistribute("f32[4,8] on tp=4: S(1)")
+            with pytest.raises(LayoutError, match=r"the text says f32\[4,8\], and the tensor is f32\[8,4\]"):
+                shard(torch.zeros(8, 4), "on tp=4: R").redistribute("f32[4,8] on tp=4: S(1)")
+        return found
+
+    for found in run_local(body, 4):
+        assert found == 2 * [(square, (2, 8)), (square, (4, 4)), (line, (1, 8)), (line, (2, 4))]
+
+
 LIMITED = ("columns", "rows permuted", "a rank three times", "two boxes or none", "replicated", "sum", "avg")
 
 

@@ -433,7 +433,12 @@ class AutogradMixin(AttributesMixin):
         if len(self.local_parts) == 1 and self.sharding.pending is None:
             own = self.local_parts[0]
             if self.sharding.spec.of_addends() is None or SumOfCopies.find(own) is not None:
-                return self._only_gradient(own.grad)
+                if (grad := own.grad) is None:
+                    return None
+                known: Self | None = self.__dict__.get("_known_gradient")  # optimizers ask for it again and again
+                if known is None or known.local_parts[0] is not grad or known.sharding is not self.sharding:
+                    known = self.__dict__["_known_gradient"] = self._like(self.sharding, (grad,))
+                return known
         grads = tuple(t.grad for t in self._tape_tensors())
         if any(g is None for g in grads):
             return None
@@ -452,15 +457,6 @@ class AutogradMixin(AttributesMixin):
             self._anchor.grad = torch.zeros_like(self._anchor)
         for tensor, grad in zip(self.local_parts, value.local_parts, strict=True):
             tensor.grad = grad if self._divisor == 1 else grad / self._divisor
-
-    def _only_gradient(self, grad: Tensor | None) -> Self | None:
-        """The gradient of one local tensor, the same object until it changes: optimizers ask for it again and again."""
-        if grad is None:
-            return None
-        known: Self | None = self.__dict__.get("_known_gradient")
-        if known is None or known.local_parts[0] is not grad or known.sharding is not self.sharding:
-            known = self.__dict__["_known_gradient"] = self._like(self.sharding, (grad,))
-        return known
 
     def _gradient(self, grads: tuple[Tensor, ...]) -> Self:
         """The gradients of the tensors on the tape put together."""

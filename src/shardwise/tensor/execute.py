@@ -360,7 +360,7 @@ def exchange_rounds(
             results += yield from _exchange_batch(batch, held, memory, label, request)
         request = None
     for move, moved in zip(moves, results, strict=True):
-        for tensor in moved:
+        for tensor in moved if move.scale != (1, 1) else ():
             rescale(tensor, move.scale)
     return results
 
@@ -665,7 +665,7 @@ class _StepRun:
 
     def finish(self) -> Tensors:
         """The destination tensors, scaled and in the tensor's dtype; those of the last step in the result's."""
-        for target in self.targets:
+        for target in self.targets if self.step.scale != (1, 1) else ():
             rescale(target, self.step.scale)
         last = self.step is self.move.transfer.steps[-1]
         dtype = self.move.out_dtype if last and self.move.out_dtype is not None else self.move.dtype

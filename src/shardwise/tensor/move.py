@@ -130,9 +130,7 @@ def target_layout(layout: Layout, target: Any, placements: Any = None, dtype: to
         return target
     own = layout.spec.mesh if isinstance(layout.spec, MeshSpec) else None
     if isinstance(target, str) and (own is not None or ":" in target or target.lstrip().startswith(("as ", "@", "["))):
-        named = None if dtype is None else str(dtype)
-        found = read_spec(target, own, layout.ranks, named, layout.shape)
-        return found if isinstance(found, Layout) else found.layout(layout.shape)
+        return _read_layout(layout, target, dtype)
     listed = parse_placements(target) if isinstance(target, str) else target
     if target is None or isinstance(target, dict | int | float | torch.device | Tensor):
         raise TypeError(
@@ -144,6 +142,14 @@ def target_layout(layout: Layout, target: Any, placements: Any = None, dtype: to
             f"placements need a mesh, and this tensor is laid out by {layout.spec!r}; pass a MeshSpec(mesh, placements)"
         )
     return MeshSpec(layout.spec.mesh, listed).layout(layout.shape)
+
+
+@cache_by_identity
+def _read_layout(layout: Layout, text: str, dtype: torch.dtype | None) -> Layout:
+    """What a text means for a tensor of a layout; read once, since loops pass the same one every time."""
+    own = layout.spec.mesh if isinstance(layout.spec, MeshSpec) else None
+    found = read_spec(text, own, layout.ranks, None if dtype is None else str(dtype), layout.shape)
+    return found if isinstance(found, Layout) else found.layout(layout.shape)
 
 
 def mesh_spec_of(mesh: Any, placements: Any) -> MeshSpec:
@@ -292,12 +298,12 @@ class Move:
         pending = self.src.pending is not None or self.dst.pending is not None
         return not pending and not self.depends_on_data and self.src != self.dst
 
-    @property
+    @cached_property
     def in_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of this rank's local tensors before the move."""
         return self.src.local_shapes(self.comm.rank)
 
-    @property
+    @cached_property
     def out_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of this rank's local tensors after the move."""
         return self.dst.local_shapes(self.comm.rank)

@@ -226,9 +226,12 @@ def turn_into(tensor: ShardedTensor, view: ShardedTensor) -> ShardedTensor:
 
 
 def _name_of_copy(tensor: ShardedTensor) -> str | None:
-    notes = (local.untyped_storage().__dict__.get(_COPIED_BY) for local in tensor.local_parts)
+    for local in tensor.local_parts:  # each optimizer's step asks for each parameter: no calls of functions
+        found: str | None = local.untyped_storage().__dict__.get(_COPIED_BY)
+        if found is not None:
+            return found
     known: str | None = tensor.__dict__.get(MEMORY_NOTES, {}).get(_COPIED_BY)
-    return next((name for name in notes if name is not None), known)
+    return known
 
 
 def is_writable(tensor: ShardedTensor) -> bool:
