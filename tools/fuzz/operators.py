@@ -156,6 +156,11 @@ rfloat torch.func.grad(lambda t: (t * t).sum())({x})
 rfloat torch.func.vmap(lambda t: t * 2)({x}.reshape(1, *{x}.shape))
 any    redistribute({x}, {spec})
 any    redistribute({x}, {spec})
+num1   with_view(lambda t: t[::2], {x})
+num2   with_view(lambda t: t[1:, :2], {x})
+num2   with_view(lambda t: t.transpose({d}, {e}), {x})
+num1   with_view(lambda t: t.view(-1), {x})
+num1   with_view(lambda t: t.unflatten(-1, (-1, 1)), {x})
 num    {x}.sum().item()
 bool   bool({x}.all())
 num    torch.equal({x}, {y})
@@ -278,6 +283,10 @@ rfloat checkpoint(lambda t: F.silu(t) * t, {x}, use_reentrant=False)
 rfloat {x}.bfloat16()
 rfloat {x}.float()
 rfloat torch.nan_to_num({x})
+rfloat torch.complex({x}, {y}).abs()
+rfloat1 torch.complex({x}, {y}).cumsum({d}).real
+rfloat torch.polar({x}.abs() + 1, {y}).imag
+rfloat2 torch.fft.fft(torch.complex({x}, {y}), dim={d}).real
 rfloat1 torch.trapezoid({x}, dim={d})
 rfloat1 torch.nanmean({x}, {d})
 rfloat1 torch.quantile({x}.double(), 0.5, {d})
@@ -329,6 +338,10 @@ any    torch.masked_select({x}, {mask})
 real   {x}[{x} > 0]
 real   {x}[{x} > 0].sum()
 any1   {x}[{mask}]
+real1  ({x} * 3).int().prod({d})
+real1  {x}.long().cumsum({d})
+real   {x}.to(torch.int32).sum(dtype=torch.float32)
+real2  {x}[{x}.argmax(0) % {x}.shape[0]]
 real   torch.unique({x})
 real   {t}, {u} = torch.unique({x}, return_counts=True)
 real=1 torch.unique_consecutive({x})

@@ -313,6 +313,14 @@ def hooked(tensor: Tensor) -> Tensor:
     return made
 
 
+def with_view(view: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """A copy of the tensor, after a view of it was written to, times what the view has then."""
+    made = tensor * 1
+    part = view(made)
+    part.mul_(2)
+    return made * part.sum()
+
+
 def saved_on_host(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """The result of a function that keeps what it needs for the backward pass in host memory."""
     with torch.autograd.graph.save_on_cpu():
@@ -326,6 +334,7 @@ SCOPE = {
     "redistribute": redistribute,
     "hooked": hooked,
     "saved_on_host": saved_on_host,
+    "with_view": with_view,
 }
 
 
