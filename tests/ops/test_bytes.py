@@ -241,7 +241,8 @@ def test_a_split_batch_stays_split(rows: int) -> None:
     assert moved <= 3 * 32 * ROW_BYTES
 
 
-def test_a_pending_sum_is_made_before_it_becomes_wider() -> None:
+@pytest.mark.parametrize("widen", [Tensor.float, lambda x: x.to(torch.float32), lambda x: x.to(dtype=torch.float32)])
+def test_a_pending_sum_is_made_before_it_becomes_wider(widen: Callable[[Tensor], Tensor]) -> None:
     """A norm converts what it reads to 32 bits, and what adds the stream later does not sum again."""
 
     def body(comm: Comm) -> int:
@@ -250,7 +251,7 @@ def test_a_pending_sum_is_made_before_it_becomes_wider() -> None:
         layer = lay_out(torch.ones(32, 16, dtype=torch.bfloat16), MeshSpec(mesh, (Shard(1),)), None)
         with explain() as log:
             stream = F.linear(x, layer)
-            wide = stream.float()
+            wide = widen(stream)
             found = (wide * wide.pow(2).mean(-1, keepdim=True).rsqrt()).bfloat16() + torch.relu(stream)
         assert found.full().eq(17).all()
         return log.moved_bytes

@@ -71,6 +71,7 @@ from shardwise.transfer import Topology
 from shardwise.transfer.cost import Device
 from shardwise.transfer.transfer import format_bytes
 
+HOPELESS = 3  # times as long as the best
 ROUNDS = 3  # of comparing what the engine does with a solution
 TIGHTER = 3  # of solving again with less memory
 HIDING = (0.6, 0.3)  # the shares of all work that sums of gradients, and of a reader's that gathers, hide behind
@@ -414,7 +415,7 @@ class Search:
             solution = solve(problem, memory_limit=limit, time_limit=max(5.0, self._left() / 4))
             if solution.cost >= below:
                 break
-            made = self.carry_out(space, problem, solution, limit, again)
+            made = self.carry_out(space, problem, solution, limit, again, below)
             found += made
             least = min(c.estimate.peak_bytes for c in made)
             if least <= self.limit:
@@ -428,9 +429,18 @@ class Search:
         return self.planner.time_limit - (time.monotonic() - self.started)
 
     def carry_out(
-        self, space: Space, problem: PlanProblem, solution: Solution, limit: float | None, again: tuple[str, ...]
+        self,
+        space: Space,
+        problem: PlanProblem,
+        solution: Solution,
+        limit: float | None,
+        again: tuple[str, ...],
+        below: float = math.inf,
     ) -> list[_Carried]:
-        """Plans whose rehearsals come nearer and nearer to a solution, those of the least time first."""
+        """Plans whose rehearsals come nearer and nearer to a solution, those of the least time first.
+
+        One that takes several times as long as `below`, which a plan takes that is known, is left as it is.
+        """
         base, wanted = self.write_plan(space, solution, again), self._wanted_outputs(space, solution)
         made: list[_Carried] = []
         every = fold_patterns({n: d.torch_name for n, d in self.narrow.items()}, list(self.names)) or None
@@ -444,13 +454,14 @@ class Search:
                 except (PlanError, ValueError, UserWarning):
                     break
                 made.append(_Carried(plan, found, solution, problem, limit))
-                if not self._pin_differences(wanted, returned, pinned):
+                if self._measure(found) > HOPELESS * below or not self._pin_differences(wanted, returned, pinned):
                     break
             if made:
                 break
         else:
             raise Infeasible
-        made += self._free_parameters(made)
+        if min(self._measure(c.estimate) for c in made) <= HOPELESS * below:
+            made += self._free_parameters(made)
         return sorted(made, key=lambda c: self._measure(c.estimate))
 
     def _free_parameters(self, made: Sequence[_Carried]) -> list[_Carried]:
@@ -725,15 +736,13 @@ class Search:
     def _prove(self, space: Space, chosen: _Carried, again: tuple[str, ...]) -> tuple[float, str]:
         """A bound below all solutions: that of the problem in which equal blocks may differ, if there is time."""
         limit, left = chosen.limit if chosen.solution is not None else None, max(5.0, self._left())
+        if len(set(space.classes.nodes)) < len(space.classes.nodes):
+            with suppress(PlanError, Infeasible):
+                loose = self.build(again, self.pins, tied=False)
+                return solve(loose.problem, memory_limit=limit, time_limit=left, relaxed=True).bound, "all plans"
         tied = solve(space.problem, memory_limit=limit, time_limit=left, relaxed=True)
-        if len(set(space.classes.nodes)) == len(space.classes.nodes):
-            return tied.bound, "all plans"
-        try:
-            loose = self.build(again, self.pins, tied=False)
-            found = solve(loose.problem, memory_limit=limit, time_limit=left, relaxed=True)
-        except (PlanError, Infeasible):
-            return tied.bound, "plans with equal blocks alike"
-        return min(tied.bound, found.bound), "all plans"
+        is_all = len(set(space.classes.nodes)) == len(space.classes.nodes)
+        return tied.bound, "all plans" if is_all else "plans with equal blocks alike"
 
 
 def split_inputs(inputs: Inputs, placements: Placements, mesh: Mesh) -> Inputs:

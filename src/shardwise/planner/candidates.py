@@ -105,9 +105,10 @@ class Prices:
         self._measured = eager_on if eager_on is not None and eager_on.eager_moves and objective == "seconds" else None
         self._empty = topology.without_bytes()
         self._known: dict[Any, tuple[float, float]] = {}
+        self._asked: dict[Any, tuple[float, float]] = {}
 
     def move(
-        self, shape: Sequence[int], itemsize: int, src: Placements, dst: Placements, kind: str = "activation"
+        self, shape: tuple[int, ...], itemsize: int, src: Placements, dst: Placements, kind: str = "activation"
     ) -> float:
         """What it takes to have a tensor elsewhere; `kind`: one of `MOVE_KINDS`.
 
@@ -115,14 +116,21 @@ class Prices:
         >>> prices.move((8, 8), 4, (Shard(0),), (Replicate(),)), prices.move((8, 8), 4, (Replicate(),), (Shard(1),))
         (128.0, 0.0)
         """
+        asked = shape, itemsize, src, dst
+        known = self._asked.get(asked)
+        if known is None:
+            known = self._asked[asked] = self._find(tuple(shape), itemsize, src, dst)
+        return self._measured.move_seconds(kind, *known) if self._measured is not None and known[0] else known[0]
+
+    def _find(self, shape: tuple[int, ...], itemsize: int, src: Placements, dst: Placements) -> tuple[float, float]:
         if all(a == b or isinstance(a, Replicate) for a, b in zip(src, dst, strict=True)):
-            return 0.0
+            return 0.0, 0.0
         key, whole = self._rename_dims(shape, src, dst)
         width = max(1, round(math.prod(shape) / max(1, math.prod(whole)) * itemsize))
         known = self._known.get((key, whole, width))
         if known is None:
             known = self._known[key, whole, width] = self._plan(key, whole, width, itemsize)
-        return self._measured.move_seconds(kind, *known) if self._measured is not None and known[0] else known[0]
+        return known
 
     def _rename_dims(
         self, shape: Sequence[int], src: Placements, dst: Placements

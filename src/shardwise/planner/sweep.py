@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise.geometry import Mesh
 from shardwise.nn.plan import PlanError
+from shardwise.nn.shard_module import find_blocks
 from shardwise.planner.auto import AutoPlanner, FoundPlan, Search
 from shardwise.planner.program import Infeasible, find_least_memory, solve
 from shardwise.planner.rehearsal import Inputs, Loss
@@ -187,9 +188,10 @@ def sweep(
 def _find_better(search: Search, rows: Sequence[SweepRow]) -> str:
     """The plan that is known to be better in time and memory than all on a mesh, in words; empty if there is none."""
     known = [row for row in rows if row.plan is not None]
-    if not known or search.planner.again is not False:
+    if not known:
         return ""
-    space = search.build((), search.pins)
+    blocks, again = tuple(find_blocks(search.model)), search.planner.again
+    space = search.build(blocks if again else (), search.pins)
     try:
         least = solve(space.problem, relaxed=True).cost
     except Infeasible:
@@ -197,6 +199,8 @@ def _find_better(search: Search, rows: Sequence[SweepRow]) -> str:
     faster = [row for row in known if row.seconds <= least]
     if not faster:
         return ""
+    if again is None and blocks:  # computing again costs time and saves memory
+        space = search.build(blocks, search.pins)
     smallest = find_least_memory(space.problem)
     better = next((r for r in faster if smallest is not None and r.peak_bytes <= smallest.memory), None)
     return "" if better is None else f"skipped: {better.mesh} is better in time and memory than any plan here can be"

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -480,10 +480,12 @@ def _sum_where_complete(regions: Sequence[_Region], topology: Topology) -> tuple
     """
     chosen: CombiningRanks = []
     useful = False
+    ranks = sorted({r for region in regions for ranks in (*region.addends, region.needing) for r in ranks})
+    hosts = dict(zip(ranks, topology.host_of(np.array(ranks, np.int64)).tolist(), strict=True))
     for region in regions:
-        by_host = [_group_by_host(ranks, topology) for ranks in region.addends]
+        by_host = [_group_by_host(ranks, hosts) for ranks in region.addends]
         complete = set.intersection(*map(set, by_host))
-        needed = complete & set(_group_by_host(region.needing, topology))
+        needed = complete & {hosts[rank] for rank in region.needing}
         if not complete:
             return None
         useful = useful or len(needed) != 1
@@ -512,11 +514,10 @@ def _sum_by_host(src: Layout, regions: Sequence[_Region], topology: Topology) ->
     ]
 
 
-def _group_by_host(ranks: Iterable[int], topology: Topology) -> dict[int, list[int]]:
+def _group_by_host(ranks: Iterable[int], hosts: Mapping[int, int]) -> dict[int, list[int]]:
     groups: dict[int, list[int]] = {}
-    listed = sorted(ranks)
-    for rank, host in zip(listed, topology.host_of(np.array(listed, np.int64)).tolist(), strict=True):
-        groups.setdefault(host, []).append(rank)
+    for rank in sorted(ranks):
+        groups.setdefault(hosts[rank], []).append(rank)
     return groups
 
 
