@@ -530,10 +530,14 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         moved_probe = probe.to(*args, **without_format)
         if moved_probe is probe and group is None:  # torch returns the tensor itself, unless it is to be copied
             return self
-        pending, wider = self.sharding.pending, moved_probe.dtype.itemsize > self.dtype.itemsize
-        if pending is not None and pending.op == "sum" and wider and moved_probe.is_floating_point() and group is None:
-            if self.is_floating_point() and self.device == moved_probe.device:  # summed first, as by `float()`
-                return torch.ops.aten._to_copy.default(self, dtype=moved_probe.dtype)
+        pending, dtype = self.sharding.pending, moved_probe.dtype
+        floats = dtype.is_floating_point and self.dtype.is_floating_point
+        here = group is None and self.device == moved_probe.device
+        if pending is not None and pending.op == "sum" and floats and here and dtype.itemsize > self.dtype.itemsize:
+            summed: ShardedTensor = torch.ops.aten._to_copy.default(
+                self, dtype=dtype
+            )  # before it is wider: fewer bytes
+            return summed
         check_conversion(self.sharding.pending, self.dtype, moved_probe.dtype)
         addends = (limit_addend(t, self.sharding.pending, moved_probe.dtype) for t in self.local_parts)
         locals_ = tuple(t.to(*args, **kwargs) for t in addends)
