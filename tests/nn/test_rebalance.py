@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import Comm, Mesh, ModelPlan, ShardedTensor, load, run_local, save, shard_module
-from shardwise.nn import GroupedExperts, PlanError, ShardedOptimizer, check_replicas, rebalance_experts
+from shardwise.nn import GroupedExperts, PlanError, ShardedOptimizer, check_replicas, place_experts, rebalance_experts
 from shardwise.nn.experts import ExpertPlacement, deal_experts, load_of_places, match_bins
 from tests.nn.test_moe import F32, LAYOUTS, floats, grouped_block, own_part, sorted_block, whole
 
@@ -178,3 +179,32 @@ def test_copies_of_other_modules_and_with_a_capacity_are_refused() -> None:
     for plain, limited in run_local(body, 2):
         assert plain.endswith("'experts' is SortedExperts; without copies= experts of any module move")
         assert "copies of experts need GroupedExperts without a capacity_factor" in limited
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_place_experts_by_load_near_the_present_place(seed: int) -> None:
+    """Not about: of all ways to give the same shares to ranks, the fewest experts move; later nothing is left to do."""
+    torch.manual_seed(seed)
+    load = torch.randint(1, 20, (6,)).tolist()
+    layers = [GroupedExperts(6, width=8, hidden=16)] * 3
+    mesh, inputs = Mesh.of(ep=3), "ep: S(0)"
+    old = ModelPlan(mesh, {"*": "ep: S(0) owners(2,0,1,1,0,2)"}, input_plan=inputs)
+    plan = place_experts(layers[0], ModelPlan(mesh, {"*": "ep: S(0)"}, input_plan=inputs), load, present=old)
+    wanted = _owners_of(plan, layers[0])
+    shares = [sum(load[e] for e in range(6) if wanted[e] == rank) for rank in range(3)]
+    assert max(shares) <= max(sum(load[e] for e in own) for own in ((1, 4), (2, 3), (0, 5)))
+    before, moved = (2, 0, 1, 1, 0, 2), []
+    for order in itertools.permutations(range(3)):
+        moved.append(sum(order[owner] != was for owner, was in zip(wanted, before, strict=True)))
+    assert moved[0] == min(moved)
+    nets = [copy.deepcopy(layers[0]) for _ in range(3)]
+    balances = run_local(lambda comm: rebalance_experts(shard_module(nets[comm.rank], plan), load=load), 3)
+    assert balances[0].moved_bytes == 0
+
+
+def _owners_of(plan: ModelPlan, layer: nn.Module) -> list[int]:
+    layout = plan.specs(layer)["down"].layout(tuple(layer.get_parameter("down").shape))
+    return [
+        next(p.rank for p in layout.pieces if p.box.offsets[0] <= e < p.box.offsets[0] + p.box.sizes[0])
+        for e in range(6)
+    ]

@@ -1,6 +1,6 @@
 """Modules: plans that shard a model, lookups in sharded tables, and optimizers over sharded parameters."""
 
-from shardwise.nn.experts import ExpertBalance, GroupedExperts, rebalance_experts
+from shardwise.nn.experts import ExpertBalance, GroupedExperts, place_experts, rebalance_experts
 from shardwise.nn.inputs import check_replicas
 from shardwise.nn.lookup import plain_as_local_batch
 from shardwise.nn.optimizer import ShardedOptimizer, named_params_with_sharded_tensor
@@ -41,6 +41,7 @@ __all__ = [
     "describe_plan",
     "load_plan",
     "named_params_with_sharded_tensor",
+    "place_experts",
     "plain_as_local_batch",
     "plan_from_data",
     "plan_to_data",

@@ -38,10 +38,11 @@ from shardwise.geometry import (
     Replicate,
     RowOwners,
     Shard,
+    format_placement,
 )
 from shardwise.geometry.placements import chunk_sizes
 from shardwise.nn.optimizer import move_parameters
-from shardwise.nn.plan import PlanError, match_patterns
+from shardwise.nn.plan import ModelPlan, PlanError, match_patterns
 from shardwise.nn.routing import RowSwap, route_tokens
 from shardwise.ops.explain import explain
 from shardwise.ops.unshard import copy_mark
@@ -451,6 +452,50 @@ def rebalance_experts(
     return ExpertBalance(ratios, sum(entry.moved_bytes for entry in log.entries))
 
 
+def place_experts(
+    model: nn.Module,
+    plan: ModelPlan,
+    load: ExpertLoads | Mapping[str, ExpertLoads],
+    *,
+    axis: str = "ep",
+    present: ModelPlan | None = None,
+) -> ModelPlan:
+    """The plan in which experts are dealt to the ranks of an axis by their load, as `rebalance_experts` deals them.
+
+    `present`: the plan that the model has now, from which as few experts as possible move; None: runs of equal length.
+
+    >>> from shardwise import Mesh, ModelPlan
+    >>> plan = ModelPlan(Mesh.of(ep=2), {"*": "S(0)"}, input_plan="ep: S(0)")
+    >>> place_experts(GroupedExperts(4, width=8, hidden=16), plan, [9, 8, 1, 2]).parameters["down"]
+    'ep: S(0) owners(0,1,0,1)'
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    stacks: dict[str, tuple[ExpertPlacement, dict[str, MeshSpec]]] = {}
+    known = {} if present is None else present.specs(model)
+    for name, spec in plan.specs(model).items():
+        path, _, own = name.rpartition(".")
+        rows = tuple(tensors[name].shape)
+        placed = read_placement(spec.layout(rows), axis) if len(rows) > 1 else None
+        if placed is not None and (path not in stacks or len(stacks[path][0].holders) == len(placed.holders)):
+            now = read_placement(known[name].layout(rows), axis) if name in known else None
+            same = now is not None and now.mesh.axis_size(axis) == placed.mesh.axis_size(axis)
+            stacks.setdefault(path, (now if now is not None and same else placed, {}))[1][own] = spec
+    texts: dict[str, str] = {}
+    for path, numbers in _read_loads(load, stacks).items():
+        wanted = deal_experts(numbers, stacks[path][0])
+        for own, spec in stacks[path][1].items():
+            name = f"{path}.{own}" if path else own
+            layout = wanted.layout(spec.layout(tuple(tensors[name].shape)))
+            assert isinstance(layout.spec, MeshSpec)
+            named = zip(spec.mesh.axes, layout.spec.placements, strict=True)
+            texts[name] = ", ".join(f"{a}: {format_placement(p)}" for a, p in named if not isinstance(p, Replicate))
+    patterns = match_patterns(plan.parameters, list(tensors))
+    split = {patterns[name] for name in texts}
+    rest = {name: plan.parameters[pattern] for name, pattern in patterns.items() if pattern in split}
+    kept = {pattern: text for pattern, text in plan.parameters.items() if pattern not in split}
+    return replace(plan, parameters={**kept, **rest, **texts})
+
+
 Stacks: TypeAlias = dict[str, tuple[ExpertPlacement, dict[str, ShardedTensor]]]
 
 
@@ -469,7 +514,7 @@ def _find_stacks(model: nn.Module, axis: str) -> Stacks:
     return found
 
 
-def _read_loads(load: Any, stacks: Stacks) -> dict[str, list[float]]:
+def _read_loads(load: Any, stacks: Mapping[str, tuple[ExpertPlacement, Any]]) -> dict[str, list[float]]:
     """The load of the experts of each module."""
     by_path: Mapping[str, Any] = load if isinstance(load, Mapping) else {}
     names = match_patterns(by_path, list(stacks), "module with experts")
