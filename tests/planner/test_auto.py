@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import shardwise
 from shardwise import Mesh, ModelPlan, run_local, shard_module
@@ -433,6 +434,19 @@ def test_the_command_writes_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     app(["model", here, "--plan", str(path)], standalone_mode=False)
     app(["autoplan", here, "--ranks", "2", "--sweep"], standalone_mode=False)
     assert "dp=2" in capsys.readouterr().out
+
+
+def test_the_command_checks_before_it_searches(tmp_path: Path) -> None:
+    here = f"{__name__}:make_wide"
+    for words, message in (
+        (["-o", str(tmp_path / "plan.txt")], "plan.txt: a plan's file ends in .toml, .json or .yaml"),
+        (["-o", str(tmp_path / "no" / "plan.toml")], "there is no folder"),
+        (["--checkpoint"], "again=True: Wide has no list of blocks (nn.ModuleList) to compute again"),
+        (["--gather-dtype", "i8"], "gather_dtype is 'i8', which cannot be trained in"),
+        (["--fix", "up.weight=dp: S(0)"], "names the axis 'dp'; the mesh has tp"),
+    ):
+        found = CliRunner().invoke(app, ["autoplan", here, "--mesh", "tp=2", *words])
+        assert found.exit_code == 2 and message in found.stderr, found.stderr
 
 
 def test_without_scipy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

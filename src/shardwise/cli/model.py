@@ -280,12 +280,17 @@ def report_plan(
 ) -> bool:
     """Find a plan, write it and print how good it is; whether there is one."""
     from shardwise.nn import PlanError, save_plan
+    from shardwise.nn.plan_files import plan_file_kind
     from shardwise.planner import AutoPlanner, sweep
     from shardwise.planner.rehearsal import load_model
 
     all_meshes, axes, explain = shown
     found = None
+    if out is not None and not out.parent.is_dir():
+        raise LayoutError(f"{out}: there is no folder {out.parent}")
     try:
+        if out is not None:  # before a search that takes long
+            plan_file_kind(out)
         with redirect_stdout(sys.stderr):  # the user's module and its forward pass may print
             loaded = load_model(source)
             planner = AutoPlanner(

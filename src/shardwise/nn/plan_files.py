@@ -116,7 +116,7 @@ def save_plan(plan: ModelPlan, path: str | Path) -> None:
     "up.weight" = "S(0)"
     """
     path, data = Path(path), plan_to_data(plan)
-    kind = _plan_file_kind(path)
+    kind = plan_file_kind(path)
     if kind == "json":
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     elif kind == "toml":
@@ -178,7 +178,7 @@ def _expand_ranges(pattern: str) -> Iterator[str]:
 
 
 def _read_data(path: Path) -> dict[str, Any]:
-    kind = _plan_file_kind(path)
+    kind = plan_file_kind(path)
     try:
         text = path.read_text(encoding="utf-8")
         if kind == "yaml":
@@ -192,7 +192,12 @@ def _read_data(path: Path) -> dict[str, Any]:
     return data
 
 
-def _plan_file_kind(path: Path) -> str:
+def plan_file_kind(path: Path) -> str:
+    """What a plan's file has, by its name: toml, json or yaml.
+
+    >>> plan_file_kind(Path("plan.yml"))
+    'yaml'
+    """
     kind = {".toml": "toml", ".json": "json", ".yaml": "yaml", ".yml": "yaml"}.get(path.suffix.lower())
     if kind is None:
         raise PlanError(f"{path.name}: a plan's file ends in .toml, .json or .yaml")

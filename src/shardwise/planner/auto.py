@@ -244,6 +244,10 @@ class AutoPlanner:
         _check_given(model, inputs, batch, sequence)
         search = Search(self, model, inputs, batch, sequence, loss)
         blocks = tuple(find_blocks(model))
+        if self.again and not blocks:
+            raise PlanError(
+                f"again=True: {type(model).__name__} has no list of blocks (nn.ModuleList) to compute again"
+            )
         if self.again is not None:
             return search.run(blocks if self.again else ())
         found: FoundPlan | None = None
