@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import shardwise
 from shardwise import Mesh, ModelPlan, run_local, shard_module
 from shardwise.cli.main import app
-from shardwise.geometry import Partial, Shard
+from shardwise.geometry import Partial, Replicate, Shard
 from shardwise.geometry.notation import find_dtype
 from shardwise.nn import PlanError, load_plan
 from shardwise.planner import AutoPlanner, Device, estimate, explain_plan, sweep
@@ -467,3 +467,65 @@ def test_the_usual_plans_are_not_better(monkeypatch: pytest.MonkeyPatch) -> None
         topology=FAST,
     )
     assert found.finding.estimate.step_seconds <= by_hand.step_seconds
+
+
+@torch.library.custom_op("shardwise_tests::squares", mutates_args=())
+def squares(x: Tensor) -> Tensor:
+    """An operator that nothing knows but its rule."""
+    return x * x
+
+
+squares.register_fake(torch.empty_like)
+squares.register_autograd(
+    lambda ctx, grad: 2 * grad * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+class Squared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(squares(self.up(x)))
+
+
+def test_rules_of_users_take_part() -> None:
+    """Not about: with a rule for columns the layers around an operator of one's own may be split, and are."""
+    op = torch.ops.shardwise_tests.squares.default
+    planner = AutoPlanner("tp=2", device=SLOW, topology=FAST, fix={"inputs": "replicated"})
+    shardwise.register_sharding(op)(lambda x: [((p,), (p,)) for p in (Replicate(), Shard(0), Shard(1))])
+    try:
+        found = planner.plan(Squared(), (torch.ones(8, 16),))
+    finally:
+        shardwise.remove_sharding(op)
+    assert found.specs(Squared())["up.weight"].placements == (Shard(0),)
+    assert found.specs(Squared())["down.weight"].placements == (Shard(1),)
+
+
+def test_a_search_without_time_returns_a_plan_and_its_gap() -> None:
+    found = AutoPlanner("tp=2", device=SLOW, topology=FAST, time_limit=0.01).plan(Two(), (torch.ones(8, 16),))
+    assert found.finding.estimate.fits and 0 <= found.finding.certificate.gap < 10
+
+
+class WideNorm(nn.Module):
+    """A norm as transformers writes it: what it reads is 32 bits first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def test_sums_before_norms_are_planned_in_16_bits() -> None:
+    """Not about: the moves of the plan are those that its bound knows, of bf16 and not of f32."""
+    model = nn.Sequential(Wide(), WideNorm()).bfloat16()
+    pins = {"inputs": "replicated", "0.up.weight": "S(0)", "0.down.weight": "S(1)"}
+    planner = AutoPlanner("tp=4", device=SLOW, topology=FAST, objective="bytes", fix=pins)
+    found = planner.plan(model, (torch.ones(64, 16, dtype=torch.bfloat16),))
+    moves = found.finding.estimate.moves
+    assert "conversion" in {m.label for m in moves} and all(m.src.startswith("bf16") for m in moves)
