@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwise._cache import cached
 from shardwise._text import public
 from shardwise.compiler.schedule import GraphMove, Timeline
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Shard, parse_layout, shorten_layout
@@ -292,24 +293,29 @@ class MovePrice:
     latency: float
 
 
+@cached()
+def price_move(src: Layout, dst: Layout, itemsize: int, mesh: Mesh, rank: int, topology: Topology) -> MovePrice:
+    """What a move costs one rank; searches ask for the same ones again and again.
+
+    >>> src, dst = (parse_layout(f"f32[8] on tp=2: {text}").layout for text in ("S(0)", "R"))
+    >>> price_move(src, dst, 4, Mesh.of(tp=2), 0, Topology(ranks_per_host=8)).by_axis
+    {'tp': 16}
+    """
+    transfer = plan_transfer(src, dst, itemsize=itemsize, topology=topology, rank=rank)
+    received, sent = (t.get(rank, 0) for t in (transfer.received_bytes, transfer.sent_bytes))
+    by_axis = received_by_axis(transfer, mesh, rank)
+    return MovePrice(received, sent, by_axis, *move_seconds(src, dst, itemsize, topology))
+
+
 class PricedMoves:
     """The moves of a step, priced for one rank of a mesh; a move that is made again is planned once."""
 
     def __init__(self, moves: Sequence[MeteredMove], mesh: Mesh, rank: int, topology: Topology) -> None:
-        self._moves, self._mesh, self._rank, self._topology = moves, mesh, rank, topology
+        self._moves, self._mesh = moves, mesh
         records = {id(move.record): move.record for move in moves}
-        self._times: dict[Any, tuple[float, float]] = {}
-        self._prices = {key: self._price(record) for key, record in records.items()}
-
-    def _price(self, record: Move) -> MovePrice:
-        itemsize = record.dtype.itemsize
-        transfer = plan_transfer(record.src, record.dst, itemsize=itemsize, topology=self._topology, rank=self._rank)
-        received, sent = (t.get(self._rank, 0) for t in (transfer.received_bytes, transfer.sent_bytes))
-        by_axis = received_by_axis(transfer, self._mesh, self._rank)
-        key = (id(record.src), id(record.dst), itemsize)
-        if key not in self._times:
-            self._times[key] = move_seconds(record.src, record.dst, itemsize, self._topology)
-        return MovePrice(received, sent, by_axis, *self._times[key])
+        self._prices = {
+            key: price_move(r.src, r.dst, r.dtype.itemsize, mesh, rank, topology) for key, r in records.items()
+        }
 
     def price(self, move: MeteredMove) -> MovePrice:
         """What one of the moves costs."""
@@ -359,6 +365,7 @@ class PricedMoves:
         return max((price.received_bytes for price in self._prices.values()), default=0)
 
 
+@cached()
 def move_seconds(src: Layout, dst: Layout, itemsize: int, topology: Topology) -> tuple[float, float]:
     """Seconds of a move as all ranks make it, and how many of them it would take without any bytes.
 
