@@ -531,12 +531,10 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         if moved_probe is probe and group is None:  # torch returns the tensor itself, unless it is to be copied
             return self
         pending, dtype = self.sharding.pending, moved_probe.dtype
-        floats = dtype.is_floating_point and self.dtype.is_floating_point
-        here = group is None and self.device == moved_probe.device
-        if pending is not None and pending.op == "sum" and floats and here and dtype.itemsize > self.dtype.itemsize:
-            summed: ShardedTensor = torch.ops.aten._to_copy.default(
-                self, dtype=dtype
-            )  # before it is wider: fewer bytes
+        is_half = self.dtype.is_floating_point and self.dtype.itemsize == 2 and self.device == moved_probe.device
+        widens = is_half and dtype.is_floating_point and dtype.itemsize > 2 and group is None
+        if widens and pending is not None and pending.op == "sum":  # summed before it is wider, for half the bytes
+            summed: ShardedTensor = torch.ops.aten._to_copy.default(self, dtype=dtype)
             return summed
         check_conversion(self.sharding.pending, self.dtype, moved_probe.dtype)
         addends = (limit_addend(t, self.sharding.pending, moved_probe.dtype) for t in self.local_parts)
