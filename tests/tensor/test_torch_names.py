@@ -54,6 +54,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "stride": lambda x: [x.stride(), x.stride(0), x.stride(dim=-1)],
     "to": lambda x: [x.to(torch.float64), x.to("cpu", torch.int32), x.to(x), x.to(dtype=torch.int8, copy=True)],
     "tolist": lambda x: _whole(x).tolist(),
+    "untyped_storage": lambda x: callable(x.untyped_storage),
 }
 
 
