@@ -23,6 +23,7 @@ from tests.sync.test_ports import stand_in
 from tests.sync.worlds import LIMIT, TOKEN, free_address, gathered, laid_out, whole
 
 ANY = "tcp://127.0.0.1:0"
+BACK = 1_000_000  # the first version of a trainer that came back: more than one makes while another world starts
 
 
 def pair(weights: Any, served: Any, **options: Any) -> tuple[Any, Any]:
@@ -77,7 +78,7 @@ def test_another_type_with_deltas_a_late_reader_and_a_trainer_that_comes_back_in
         link = subscribe(served, address, token=TOKEN)
         pull_until(link, 2)
         met.set()
-        pull_until(link, 101)
+        pull_until(link, BACK + 1)
         other = {"w": laid_out(torch.zeros(12, 10), "on x=2: S(0)", comm)}
         with subscribe(other, address, token=TOKEN, name="late") as second:
             assert second.pull(30) is not None
@@ -90,10 +91,10 @@ def test_another_type_with_deltas_a_late_reader_and_a_trainer_that_comes_back_in
     with ThreadPoolExecutor(2) as pool:
         servers = pool.submit(shardwise.run_local, serve, 2, timeout=60)
         shardwise.run_local(lambda comm: train(comm, "on x=4: S(0)", 0, met), 4, timeout=60)
-        shardwise.run_local(lambda comm: train(comm, "on a=3: S(1)", 100, again), 3, timeout=60)
+        shardwise.run_local(lambda comm: train(comm, "on a=3: S(1)", BACK, again), 3, timeout=60)
         for version, w, second, other in servers.result(60):
-            assert torch.equal(w, value.double() + version - 100)
-            assert torch.equal(other, value + second - 100)
+            assert torch.equal(w, value.double() + version - BACK)
+            assert torch.equal(other, value + second - BACK)
 
 
 def test_a_map_without_a_wanted_tensor_or_of_one_that_is_not_there_is_refused() -> None:
