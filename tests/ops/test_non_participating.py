@@ -510,3 +510,30 @@ def test_what_is_computed_with_a_view_and_its_base_has_second_gradients(name: st
         torch.testing.assert_close(found.full_tensor(), expected)
 
     run_local(body, 3, timeout=60)
+
+
+EXPANDED: dict[str, Callable[[Any], Any]] = {
+    "add_": lambda v: v.add_(1),
+    "copy_": lambda v: v.copy_(v.clone()),
+    "out=": lambda v: torch.mul(v, 2, out=v),
+    "index_fill_": lambda v: v.index_fill_(0, sw.replicate(torch.tensor([0])), 1),
+    "uniform_": lambda v: v.uniform_(),
+    "a list": lambda v: torch._foreach_add_([v], 1),
+}
+
+
+@pytest.mark.parametrize("place", ["on tp=2 @ 0,2: R", "on tp=3: S(0)"])
+@pytest.mark.parametrize("name", EXPANDED)
+def test_elements_that_share_memory_are_not_written_one_by_one_on_any_rank(name: str, place: str) -> None:
+    def body(comm: Comm) -> str:
+        x = sw.shard(torch.arange(2.0), place)
+        expanded = x.unsqueeze(0).expand(3, 2)
+        with pytest.raises(
+            RuntimeError, match=r"of shape \(3, 2\) that was expanded: the 3 elements along dim 0"
+        ) as said:
+            EXPANDED[name](expanded)
+        expanded.zero_()
+        assert torch.equal(x.full(), torch.zeros(2))
+        return str(said.value)
+
+    assert len(set(run_local(body, 3, timeout=60))) == 1

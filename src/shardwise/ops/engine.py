@@ -102,7 +102,14 @@ from shardwise.tensor.dispatch import UnsupportedOpError, enter_operator, sharde
 from shardwise.tensor.move import format_layout_text, has_copies, is_differentiated, move_to
 from shardwise.tensor.recorder import user_line
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.writes import check_writable, count_write, gives_views, mark_moved_views, note_copies
+from shardwise.tensor.writes import (
+    check_elements_apart,
+    check_writable,
+    count_write,
+    gives_views,
+    mark_moved_views,
+    note_copies,
+)
 
 Fallback = Callable[..., Any]
 _INDEXING = frozenset([aten.index.Tensor])
@@ -132,6 +139,8 @@ def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for tensor in given:
         if tensor._copied_from is not None:
             tensor._copied_from.check()
+        if tensor._dense_strides is not None and written_slots(op):
+            _refuse_shared_elements(call)
     refuse_unknown_shapes(op, given)
     way: Steps | None = None
     if len(given) > 1 and not computes_apart(op):
@@ -152,6 +161,26 @@ def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if here is not call:
         result = leave(call, here, versions, result)
     return _finish(call, given, result)
+
+
+_WRITE_ALIKE = {  # elements that share memory get one value, or torch lets them be
+    torch.ops.aten.fill_,
+    torch.ops.aten.zero_,
+    torch.ops.aten.masked_fill_,
+    torch.ops.aten.index_put_,
+    torch.ops.aten.index_fill_,
+    torch.ops.aten.fill_diagonal_,
+    torch.ops.aten.triu_,
+    torch.ops.aten.tril_,
+}
+
+
+def _refuse_shared_elements(call: OperatorCall) -> None:
+    """Raise where torch does, and on ranks that have nothing as well: several elements written to share memory."""
+    op: Any = call.op
+    if op.overloadpacket not in _WRITE_ALIKE and not has_tag(op, torch.Tag.inplace_view):
+        for index in call.written:
+            check_elements_apart(call.tensors[index], name_of(op))
 
 
 def _read_plain_masks(call: OperatorCall) -> OperatorCall:

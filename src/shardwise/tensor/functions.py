@@ -53,7 +53,7 @@ from shardwise.tensor.autograd_mixin import allow_writes_to_copies, has_format, 
 from shardwise.tensor.dispatch import RECORDS_ONE_RANK, UnsupportedOpError, register_function, sharded_leaves
 from shardwise.tensor.move import check_move, format_layout_text, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.writes import check_writable, copy_values, count_write
+from shardwise.tensor.writes import check_elements_apart, check_writable, copy_values, count_write
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -82,6 +82,7 @@ def _copy_into(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
         source = source.expand(shape)
     with allow_writes_to_copies():
         check_writable(target)
+    check_elements_apart(target, "copy_")
     if isinstance(source, ShardedTensor) and source.dtype != target.dtype and _is_pending(source, target):
         return NotImplemented
     copy_values(target, *_align_values(source, target))

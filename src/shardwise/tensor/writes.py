@@ -48,6 +48,7 @@ def draw_into(
     distribution, problem = None, None
     try:
         check_writable(tensor)
+        check_elements_apart(tensor, label)
         check_not_pending(tensor.sharding, label)
         distribution = values()
     except (ValueError, RuntimeError) as error:
@@ -248,6 +249,17 @@ def check_writable(tensor: ShardedTensor) -> None:
             "was taken from, "
             "so what is written to it would be lost; write x[key] = value, use a slice x[i:i+1], or clone() it first"
         )
+
+
+def check_elements_apart(tensor: Tensor, name: str) -> None:
+    """Raise if several elements of a tensor that is written to are one in memory, as those of an expanded tensor."""
+    strides = tensor._dense_strides if isinstance(tensor, ShardedTensor) else None
+    for dim, (stride, length) in enumerate(zip(strides or (), tensor.shape, strict=False)):
+        if stride == 0 and length > 1 and 0 not in tensor.shape:
+            raise UnsupportedOpError(
+                f"{name} writes to a tensor of shape {tuple(tensor.shape)} that was expanded: the {length} elements "
+                f"along dim {dim} share memory; clone() it first"
+            )
 
 
 def fill_with(tensor: ShardedTensor, value: complex | Tensor) -> ShardedTensor:
