@@ -2,8 +2,7 @@
 
 1. `torch.equal`, `torch.allclose`, `copy_`, `contiguous`: what every tensor can do.
 2. `torch.autograd.grad` and `torch.autograd.backward`: on the local tensors, which are on the tape.
-
-3. `torch.jit.trace`, which would record constants: refused.
+3. `torch.jit.trace`, which would record the operators of one rank: refused.
 
 What `torch.compile` does with ShardedTensors: whatever touches them runs as it is, with one warning.
 
